@@ -13,10 +13,13 @@ What goes in, and where it is from:
                      16,384 tokens (results/nvidia-h200/attention.json); all other layers treat tokens one by
                      one, and take one GPU's share of the time. With gathered keys nothing of attention's exchange is
                      hidden
+    host             no step is shorter than what the fastest of the measured hosts needs for FSDP's blocks and groups
+                     of them, or for a ring's steps that are not replayed (BLOCK_HOST, STEP_HOST)
 
 What is left out, so that it predicts the best case: latency, links below their stated speed, SMs that NCCL takes from
-the computation, hosts that wait for each other. The last table has what was measured on several GPUs, step by step as
-it was, beside its prediction from one GPU of the same file, or else of the same card.
+the computation, slower hosts, hosts that wait for each other. The last tables have all that was measured on several
+GPUs in these layouts, step by step as it was, beside its prediction from one GPU of the same file, or else of the
+same card.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,9 @@ from reproduce.ring import predict as ring
 from reproduce.ring_ranks import Shape
 from training.parallel.shard import group_size
 
-# width, blocks, tokens at once
+# width, blocks, tokens at once of a whole model
 SHAPES = {"small": (768, 12, 65536), "xl": (1600, 48, 8192), "7b": (4096, 32, 4096)}
+IN_PARTS = {"xl": 16384}  # tokens at once, where parts leave the room for more
 TOKENS = {"xl": 65536, "7b": 16384}  # a GPU and step, where that is more than one micro-step
 MEMORY = 80e9  # bytes of a GPU
 GPUS_A_HOST = 8
@@ -46,13 +50,29 @@ PEAK = 989e12  # FLOP/s in bf16, H100 and H200 SXM
 BACKWARD = 2 / 3  # of a step's computation
 BUCKET = 25 * 2**20  # bytes, of DistributedDataParallel
 KERNELS = 550e12  # FLOP/s
+# Seconds of a host, the least that were measured where GPUs waited for it. For a block and micro-step of FSDP, one
+# block at a time: GPT-2 XL on two H200s (results/nvidia-h200x2/scaling.json), 2,487.5 ms for 48 blocks and 8
+# micro-steps; other hosts took up to 10 ms. Half is for what is gathered at once, be it one block or four
+# (kernels/log/step.md).
+BLOCK_HOST = 6.5e-3
+# For a step of a ring: 7.3 ms for 8, both passes, 32,768 tokens on four H200s (results/nvidia-h200/ring.partial.json)
+STEP_HOST = 0.9e-3
 # Layouts, of scaling.py.
-RINGS = ("context", "context, CUDA graphs")
+RING = "context"
 GATHERED = ("context, keys gathered", "context, keys gathered, CUDA graphs")
+KINDS = {
+    "whole, CUDA graphs": "data parallel, CUDA graphs",
+    "whole": "data parallel, no CUDA graphs",
+    **dict.fromkeys(("full", "full, blocks again"), "FSDP"),
+    RING: "ring",
+    "context, CUDA graphs": "ring, CUDA graphs",
+    **dict.fromkeys(GATHERED, "keys gathered"),
+}
 LENGTHS = {"32k": 32768, "64k": 65536, "128k": 131072, "256k": 262144}  # of one sequence, as in scaling.py
 LEAST = 2048  # tokens of a chunk of it: on less, the kernels are slower than that
 HEADER = ("model", "layout", "GPUs", "step, ms", "k tokens/s", "of so many alone")
-CASES = ("model", "layout", "GPUs", "tokens a step", "predicted, ms", "measured, ms", "error", "where")
+CASES = (*HEADER[:3], "tokens a step", "at once", "predicted, ms", "measured, ms", "error", "where")
+ERRORS = ("layout", "GPUs", "runs", "longer than predicted, least", "most")
 SEQUENCE = 1024  # tokens, of the models that are not named after theirs
 
 
@@ -91,8 +111,11 @@ def data_parallel(work: Work, gpus: int) -> float:
     return work.seconds + max(last, exchange - work.backward)
 
 
-def fsdp(work: Work, gpus: int) -> float:
-    """Seconds of a step with shard=full: parameters in bf16 gathered for each pass, gradients reduced in float32."""
+def fsdp(work: Work, gpus: int, again: float = 0.0) -> float:
+    """Seconds of a step with shard=full: parameters in bf16 gathered for each pass, gradients reduced in float32.
+
+    again: seconds of what the backward computes again, behind which nothing travels.
+    """
     groups = work.blocks / work.at_once
     ends = work.parameters - work.in_blocks  # embeddings, in float32
     gather, reduce = (collective(size * work.in_blocks / groups, gpus) for size in (2, 4))
@@ -100,27 +123,27 @@ def fsdp(work: Work, gpus: int) -> float:
     forward = backward * (1 - BACKWARD) / BACKWARD
     waits = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
     open_ends = collective(4 * ends, gpus) * 2 + gather + reduce  # before the first group, after the last
-    return work.seconds + work.micro_steps * (groups * waits + open_ends)
+    device = work.seconds + again + work.micro_steps * (groups * waits + open_ends)
+    return max(device, work.micro_steps * BLOCK_HOST * (work.blocks + groups) / 2)
 
 
 def fsdp_again(work: Work, gpus: int) -> float:
     """With parallel.recompute=block, whose backward begins with the forward."""
-    again = work.seconds * (1 - BACKWARD)
-    return fsdp(work, gpus) + again
+    return fsdp(work, gpus, work.seconds * (1 - BACKWARD))
 
 
 LAYOUTS: dict[str, Callable[[Work, int], float]] = {"whole": data_parallel, "full": fsdp}
 COMPARED = LAYOUTS | {"whole, CUDA graphs": data_parallel, "full, blocks again": fsdp_again}
 
 
-def work(model: str, tokens: int, mfu: float) -> Work:
-    """GPT-2's shapes and FLOPs (model.gpt), at a share of the peak; as many micro-steps as fill a GPU."""
-    width, blocks, fill = SHAPES[model]
+def work(model: str, tokens: int, mfu: float, fill: int | None = None) -> Work:
+    """GPT-2's shapes and FLOPs (model.gpt), at a share of the peak. fill: tokens at once, at most; None: SHAPES'."""
+    width, blocks, whole = SHAPES[model]
     block = 12 * width**2 + 13 * width
     in_blocks = blocks * block
     ends = (50304 + 1024 + 2) * width
     flops = 6 * (in_blocks + 50257 * width) + 12 * blocks * width * 1024
-    micro_steps = max(1, tokens // fill)
+    micro_steps = max(1, tokens // (fill or whole))
     seconds = tokens * flops / mfu / PEAK
     at_once = group_size(blocks, block, (6 * block + 12 * width * 1024) * tokens / micro_steps)
     return Work(in_blocks + ends, in_blocks, blocks, tokens, micro_steps, seconds, at_once)
@@ -151,9 +174,10 @@ def shares(samples: list[dict[str, Any]]) -> dict[str, float]:
 
 def rows(mfus: dict[str, tuple[float, str]], counts: list[int], batch: int | None) -> Iterator[list[str]]:
     """batch: tokens of all GPUs together; None: as many a GPU as SHAPES has, so the batch grows with them."""
-    for (model, (_, _, at_once)), (layout, predict) in itertools.product(SHAPES.items(), LAYOUTS.items()):
+    for (model, (_, _, fill)), (layout, predict) in itertools.product(SHAPES.items(), LAYOUTS.items()):
+        at_once = IN_PARTS.get(model) if layout == "full" else None
         for gpus in counts:
-            own = work(model, batch // gpus if batch else TOKENS.get(model, at_once), mfus[model][0])
+            own = work(model, batch // gpus if batch else TOKENS.get(model, fill), mfus[model][0], at_once)
             if own.tokens < SEQUENCE or (layout == "whole" and 16 * own.parameters > MEMORY):
                 continue  # less than a sequence, or more weights, gradients and moments than a GPU holds
             seconds = predict(own, gpus)
@@ -167,19 +191,21 @@ def _row(key: tuple[str, str, int], tokens: float, seconds: float, share: float)
     return [model, layout, f"{gpus:,}", *speed, f"{share:.1%}"]
 
 
-def shared(length: int, gpus: int, mfu: float, *, gathered: bool = False) -> float:
+def shared(length: int, gpus: int, mfu: float, layout: str = RING) -> float:
     """Seconds of a step of GPT-2 small with one sequence that the GPUs share.
 
     mfu: of one GPU, in all but long attention; gradients travel as in data parallel.
     """
     shape, short = Shape(1, 12, length, 64), work("small", length, mfu)
     attention = 3.5 * shape.flops / KERNELS  # of a block, both passes
-    if gathered:
+    if layout in GATHERED:
         keys = 2 * length * 12 * 64  # and values, of all ranks; the backward sums their gradients in float32
         attention = attention / gpus + 2 * collective(2 * keys, gpus) + collective(4 * keys, gpus)
     elif gpus > 1:
         link = NVLINK if gpus <= GPUS_A_HOST else NETWORK
         attention = sum(ring(shape, gpus, element=2, flops=KERNELS, link=link).values())
+        if layout == RING:
+            attention = max(attention, 2 * gpus * STEP_HOST)
     seconds = short.seconds / gpus + short.blocks * attention
     return data_parallel(replace(short, tokens=length // gpus, micro_steps=1, seconds=seconds), gpus)
 
@@ -195,9 +221,32 @@ def rows_of_one_sequence(mfu: float, counts: list[int]) -> Iterator[list[str]]:
 # ---- what was measured ---------------------------------------------------------------------------
 
 
-def cases(results: Path) -> list[list[str]]:
-    """A row for each layout that was measured and can be predicted."""
-    found: dict[tuple[str, ...], str] = {}  # one GPU's samples stand in the file of each number of GPUs
+@dataclass(frozen=True)
+class Case:
+    """Steps of one layout that were to take the same time, beside what was predicted."""
+
+    key: tuple[str, ...]  # the first of CASES
+    kind: str
+    predicted: float  # ms
+    measured: tuple[float, ...]  # ms, of all runs, least first
+    where: str = field(compare=False)  # one GPU's samples stand in the file of each number of GPUs
+
+    @property
+    def errors(self) -> list[float]:
+        """How much longer it took, as a share; least and most."""
+        return [each / self.predicted - 1 for each in (self.measured[0], self.measured[-1])]
+
+    @property
+    def row(self) -> list[str]:
+        least, most = (f"{each:+.1%}" for each in self.errors)
+        runs = "; ".join(f"{each:,.1f}" for each in self.measured)
+        error = least if least == most else f"{least} to {most}"
+        return [*self.key, f"{self.predicted:,.1f}", runs, error, self.where]
+
+
+def cases(results: Path) -> list[Case]:
+    """All that was measured and can be predicted."""
+    found = []
     files = measured(results)
     # What a file lacks, another of the same card may have.
     of_card: dict[str, dict[str, float]] = defaultdict(dict)
@@ -205,21 +254,38 @@ def cases(results: Path) -> list[list[str]]:
         of_card[card(where)] |= shares(samples)
     for where, samples in files.items():
         mfus = of_card[card(where)] | shares(samples)
+        runs: dict[tuple[tuple[str, ...], str, float], list[float]] = defaultdict(list)
         # One GPU is what predictions start from, but for a long sequence.
-        compared = [each for each in samples if each["ranks"] > 1 or each["model"] in LENGTHS]
-        several = {(s["model"], s["name"], s["ranks"], at_once(s)): s for s in reversed(compared)}
-        for (model, layout, gpus, blocks), sample in reversed(several.items()):
-            known = {"xl": ("xl", "small"), "7b": ("xl", "small")}.get(model, ("small",))
+        for sample in (each for each in samples if each["ranks"] > 1 or each["model"] in LENGTHS):
+            known = {"xl": ("xl", "small"), "7b": ("xl", "small")}.get(sample["model"], ("small",))
             mfu = next((mfus[each] for each in known if each in mfus), None)
             if mfu and (seconds := predicted(sample, mfu)):
-                milliseconds = sample["perf/step_ms"]
-                error = f"{milliseconds / seconds / 1e3 - 1:+.1%}"
-                took = f"{1e3 * seconds:,.1f}", f"{milliseconds:,.1f}"
-                tokens = f"{sample['batch_tokens']:,}"
-                if blocks > 1:
-                    layout += f", {blocks} blocks at once"
-                found.setdefault((model, layout, str(gpus), tokens, *took, error), where)
-    return [[*row, where] for row, where in found.items()]
+                runs[*_named(sample), 1e3 * seconds].append(sample["perf/step_ms"])
+        for (key, kind, milliseconds), each in runs.items():
+            found.append(Case(key, kind, milliseconds, tuple(sorted(each)), where))
+    return [*dict.fromkeys(found)]
+
+
+def _named(sample: dict[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Case's key and kind."""
+    layout, blocks = sample["name"], at_once(sample)
+    kind = "one GPU" if sample["ranks"] == 1 else KINDS[layout]
+    if blocks > 1:
+        layout += f", {blocks} blocks at once"
+    tokens = sample["micro_batch"] * LENGTHS.get(sample["model"], SEQUENCE)
+    return (sample["model"], layout, str(sample["ranks"]), f"{sample['batch_tokens']:,}", f"{tokens:,}"), kind
+
+
+def errors(found: list[Case]) -> Iterator[list[str]]:
+    """A row for each kind of layout and number of GPUs: the least and the most of all that was measured of it."""
+    kinds = [*dict.fromkeys(("one GPU", *KINDS.values()))]
+    alike: dict[tuple[int, int], list[Case]] = defaultdict(list)
+    for case in found:
+        alike[kinds.index(case.kind), int(case.key[2])].append(case)
+    for (kind, gpus), several in sorted(alike.items()):
+        each = [error for case in several for error in case.errors]
+        runs = sum(len(case.measured) for case in several)
+        yield [kinds[kind], str(gpus), str(runs), f"{min(each):+.1%}", f"{max(each):+.1%}"]
 
 
 def card(folder: str) -> str:
@@ -230,13 +296,12 @@ def card(folder: str) -> str:
 def predicted(sample: dict[str, Any], mfu: float) -> float | None:
     """Seconds of a step of a sample of `scaling`; None if its layout is not predicted. mfu: of one GPU."""
     model, layout, gpus = sample["model"], sample["name"], sample["ranks"]
-    if model in LENGTHS and (gpus == 1 or layout in RINGS + GATHERED):
-        return shared(LENGTHS[model], gpus, mfu, gathered=layout in GATHERED)
+    if model in LENGTHS and (gpus == 1 or layout.startswith(RING)):
+        return shared(LENGTHS[model], gpus, mfu, layout)
     if model not in SHAPES or layout not in COMPARED:
         return None
-    tokens = sample["batch_tokens"] // gpus
-    micro_steps = max(1, tokens // (sample["micro_batch"] * SEQUENCE))
-    as_it_was = replace(work(model, tokens, mfu), micro_steps=micro_steps, at_once=at_once(sample))
+    own = work(model, sample["batch_tokens"] // gpus, mfu, sample["micro_batch"] * SEQUENCE)
+    as_it_was = replace(own, at_once=at_once(sample))
     return COMPARED[layout](as_it_was, gpus)
 
 
@@ -259,6 +324,9 @@ def main(argv: list[str]) -> int:
     print("\n" + "\n".join(markdown_table(HEADER, [*rows(mfus, asked.gpus, asked.batch_tokens)])))
     print("\nOne sequence that the GPUs share, GPT-2 small:\n")
     print("\n".join(markdown_table(HEADER, [*rows_of_one_sequence(mfus["small"][0], asked.gpus)])))
-    print("\nMeasured, and how much longer it took than predicted:\n")
-    print("\n".join(markdown_table(CASES, cases(asked.results))))
+    found = cases(asked.results)
+    print("\nMeasured, every run, and how much longer it took than predicted:\n")
+    print("\n".join(markdown_table(CASES, [case.row for case in found])))
+    print("\nOf all of these, by layout:\n")
+    print("\n".join(markdown_table(ERRORS, [*errors(found)])))
     return 0

@@ -1,13 +1,28 @@
 """The measurements of several GPUs, on two gloo ranks, and the prediction for more than there are."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.predict import cases, collective, data_parallel, fsdp, predicted, rows_of_one_sequence, work
+from benchmarks.predict import (
+    BLOCK_HOST,
+    STEP_HOST,
+    cases,
+    collective,
+    data_parallel,
+    errors,
+    fsdp,
+    measured,
+    predicted,
+    rows_of_one_sequence,
+    work,
+)
 from benchmarks.scaling import LAYOUTS, MODELS, _reason, layouts_of
 from training.command_line import composed
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 @pytest.mark.slow
@@ -89,7 +104,19 @@ def test_a_prediction_is_the_computation_and_what_links_cannot_hide():
     assert small.seconds < data_parallel(small, 8) < 1.01 * small.seconds
     little = work("small", 1024, 0.5)  # too short a backward to hide 0.5 GB of gradients
     assert data_parallel(little, 512) > 1.5 * little.seconds
-    assert fsdp(little, 512) > fsdp(little, 8) > little.seconds
+    large = work("xl", 65536, 0.5, 16384)
+    assert fsdp(large, 512) > fsdp(large, 8) > large.seconds
+
+
+def test_no_prediction_is_shorter_than_the_host_needs():
+    one_by_one = {"model": "small", "name": "full", "ranks": 8, "batch_tokens": 131072, "micro_batch": 4}
+    host = 4 * 12 * BLOCK_HOST  # four micro-steps
+    for name in ("full", "full, blocks again"):
+        assert predicted(one_by_one | {"name": name}, 0.5) == pytest.approx(host)
+    assert predicted(one_by_one | {"blocks_at_once": 12}, 0.5) == pytest.approx(host * 13 / 24)
+    ring = {"model": "32k", "name": "context", "ranks": 8}
+    replayed = predicted(ring | {"name": "context, CUDA graphs"}, 0.5)
+    assert replayed < 12 * 16 * STEP_HOST < predicted(ring, 0.5)
 
 
 def test_predictions_are_held_against_what_was_measured_step_by_step_as_it_was(tmp_path):
@@ -102,7 +129,7 @@ def test_predictions_are_held_against_what_was_measured_step_by_step_as_it_was(t
     samples = [
         one | {"perf/mfu": 0.4},
         full,
-        full | {"perf/step_ms": 0.0},
+        full | {"perf/step_ms": 0.0},  # a second run
         one | {"failed": "no memory", "ranks": 8},
     ]
     samples += [full | {"name": "optimizer"}, full | {"model": "7b", "name": "full, blocks again"}]
@@ -110,17 +137,31 @@ def test_predictions_are_held_against_what_was_measured_step_by_step_as_it_was(t
     for folder, several in (("h100x2", []), ("h100x8", samples[1:])):  # one GPU's are in both
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "scaling.json").write_text(json.dumps({"samples": [samples[0], long, *several]}))
-    alone, first, last = cases(tmp_path)
-    assert (alone[:3], alone[-1]) == (["32k", "whole", "1"], "h100x2")
-    assert (first[1:4], first[-2:]) == (["full", "8", "131,072"], ["+100.0%", "h100x8"])
-    assert last[:2] == ["7b", "full, blocks again"]
+    alone, first, last = found = cases(tmp_path)
+    assert (alone.row[:3], alone.row[-1]) == (["32k", "whole", "1"], "h100x2")
+    assert (first.row[1:4], first.row[-2:]) == (["full", "8", "131,072"], ["-100.0% to +100.0%", "h100x8"])
+    assert first.measured == (0.0, full["perf/step_ms"])
+    assert last.row[:2] == ["7b", "full, blocks again"]
+    assert [*errors(found)][1] == ["FSDP", "8", "3", "-100.0%", "+100.0%"]
+
+
+def test_every_measured_step_of_a_layout_that_is_predicted_stands_beside_its_prediction():
+    left_out = ("optimizer", "bf16 gradients")
+    steps = {
+        (each["model"], str(each["ranks"]), each["perf/step_ms"])
+        for samples in measured(RESULTS).values()
+        for each in samples
+        if (each["ranks"] > 1 or each["model"].endswith("k")) and not each["name"].endswith(left_out)
+    }
+    shown = {(case.key[0], case.key[2], step) for case in cases(RESULTS) for step in case.measured}
+    assert steps == shown
 
 
 def test_a_ring_is_predicted_to_scale_within_a_host_and_to_wait_for_the_network_beyond():
     """32k tokens are shared by 8 GPUs at most, since each has two chunks; 256k by 16 over two hosts."""
     found = {(row[0], row[2]): row for row in rows_of_one_sequence(0.5, [1, 2, 8, 16])}
     assert ("32k", "16") not in found
-    assert float(found["32k", "8"][5].rstrip("%")) > 99
+    assert float(found["128k", "8"][5].rstrip("%")) > 99
     assert float(found["64k", "16"][5].rstrip("%")) < 50
     assert float(found["128k", "1"][3]) == pytest.approx(2 * float(found["128k", "2"][3]), rel=1e-2)
 
