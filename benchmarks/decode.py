@@ -155,7 +155,7 @@ def table(results: Results) -> str:
     """A row for each contender at each batch."""
     header = ["contender", "batch", f"{FIRST} ms", f"{TOKEN} ms"]
     return text_table(header, [
-        [name, str(sample["batch"]), *(took(sample, name, phase).shown("{:.4g}") for phase in (FIRST, TOKEN))]
+        [name, str(sample["batch"]), *(took(sample, name, phase).ranging("{:.4g}") for phase in (FIRST, TOKEN))]
         for sample in timed(results, kind="time")
         for name in sample["ms"]
     ])  # fmt: skip

@@ -161,8 +161,10 @@ def changes(results: Results) -> dict[str, tuple[Times, Times]]:
 
 
 def matters(idle: Times, busy: Times) -> bool:
-    """Whether the ranges are apart, and the medians by more than MOST."""
-    return timing.beside(busy, idle) != LEVEL and abs(busy.median / idle.median - 1) > MOST
+    """Whether the ranges are apart, if there are several turns, and the medians by more than MOST."""
+    return (
+        bool(idle.alone or timing.beside(busy, idle) != LEVEL) and abs(busy.median / idle.median - 1) > MOST
+    )
 
 
 def verdict(results: Results) -> str:
@@ -182,7 +184,7 @@ def verdict(results: Results) -> str:
 def table(results: Results) -> str:
     """Each time idle and busy, and the verdict."""
     rows = [
-        [name, idle.shown("{:.4g}"), busy.shown("{:.4g}"), f"{busy.median / idle.median:.4f}"]
+        [name, idle.ranging("{:.4g}"), busy.ranging("{:.4g}"), f"{busy.median / idle.median:.4f}"]
         for name, (idle, busy) in changes(results).items()
     ]
     return f"{tables.text_table(['ms', IDLE, BUSY, 'busy / idle'], rows)}\n{verdict(results)}"

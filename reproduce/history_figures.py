@@ -189,12 +189,11 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
     order = gains(results, "two_pass", "flash1", "backward", kind="order", causal=False)
     for head_dim in sorted({sample["head_dim"] for sample, _ in order}):
         ratios = [ratio for sample, ratio in order if sample["head_dim"] == head_dim]
-        mean = Times(map(statistics.geometric_mean, zip(*ratios, strict=False)))
         why = f"geometric mean over {len(ratios)} lengths; both with one program a head"
         for tiles in pick(results, kind="flash1 tiles", head_dim=head_dim, kernel="backward"):
             why += f"; one pass at the fastest of {len(tiles['ms'])} tiles, two passes at their one"
         what = f"time of the backward in two passes over one, head_dim {head_dim}"
-        found.add("C22", what, BY_PRODUCTS, mean.shown(), None, why)
+        found.add("C22", what, BY_PRODUCTS, Times.mean(ratios).shown(), None, why)
 
 
 def _judge_changes(results: Results, found: Verdicts) -> None:

@@ -180,15 +180,18 @@ def judge(results: Results) -> list[Verdict]:
         what, ours = "FLOPs affine in the share of blocks", f"R^2 = {fit:.4f}"
         found.add("C5", what, "R^2 > 0.99", ours, fit > 0.99, why, basis="counted on one head")
     for sample in timed(results, kind="shares", backend=OURS):
-        times = {share: each.median for share, each in _relative_times(sample).items()}
+        times = _relative_times(sample)
         if len(times) < 3:
             continue
-        _, _, fit = affine(times)
+        fit = Times(
+            affine(dict(zip(times, each, strict=True)))[2] for each in zip(*times.values(), strict=True)
+        )
         what = f"time affine in the share of blocks, {results['settings']['length']} tokens"
-        found.add("C5", what, "R^2 > 0.99", f"R^2 = {fit:.4f}", fit > 0.99)
+        found.add("C5", what, "R^2 > 0.99", f"R^2 = {fit.shown('{:.4f}')}", fit.low > 0.99)
         theirs = {x: PAPERS_SHARES[min(PAPERS_SHARES, key=lambda p: abs(p / 100 - x))] for x in times}
-        passed, why = all(abs(times[x] - theirs[x]) <= 0.1 for x in times), "within 0.1 of the figure's"
-        ours = ", ".join(f"{t:.2f}" for t in times.values())
+        passed = all(abs(each - theirs[x]) <= 0.1 for x in times for each in times[x])
+        ours = ", ".join(each.ranging("{:.2f}") for each in times.values()) + fit.alone
+        why = "within 0.1 of the figure's"
         found.add("C5", "time over dense, 10 to 90 %", "0.14 to 0.93", ours, passed, why)
     _judge_butterfly(results, found)
     return found
@@ -205,18 +208,18 @@ def affine(points: dict[float, float]) -> tuple[float, float, float]:
 
 def _judge_butterfly(results: Results, found: Verdicts) -> None:
     times = {s["length"]: s for s in timed(results, kind="butterfly", backend=OURS)}
-    sparse = {n: took(s, "butterfly").median for n, s in times.items()}
+    sparse = {n: took(s, "butterfly") for n, s in times.items()}
     blocks = {n: s["share"] * n**2 for n, s in times.items()}
     if lengths := [n for n in times if n >= 4096 and 2 * n in times]:
-        growths = ([of[2 * n] / of[n] for n in lengths] for of in (sparse, blocks))
-        ours, blocks_grow = map(statistics.geometric_mean, growths)
+        ours = Times.mean(sparse[2 * n] / sparse[n] for n in lengths)
+        blocks_grow = statistics.geometric_mean(blocks[2 * n] / blocks[n] for n in lengths)
         why = f"within 10 % of it; the butterfly's blocks grow as N log N, {blocks_grow:.2f}x here"
         what = "growth of time when the length doubles, from 4096"
-        found.add("C10", what, "2.0x", f"{ours:.2f}x", 1.8 <= ours <= 2.2, why, ratio=ours / 2)
+        found.times("C10", what, 2.0, ours, 1.8 <= ours.low <= ours.high <= 2.2, why, theirs="2.0x")
         why = "near 1: time grows as the mask's blocks do"
         what = "growth of time over the growth of the blocks, when the length doubles"
-        share = f"{ours / blocks_grow:.2f}x"
-        found.add("C10", what, NOT_STATED, share, None, why)
+        share = Times(each / blocks_grow for each in ours)
+        found.add("C10", what, NOT_STATED, share.shown(), None, why)
     if 65536 in times:
         sample, theirs = times[65536], paper.BLOCK_SPARSE_SPEEDUP_64K["plain"]
         gain, share = took(sample, "dense") / took(sample, "butterfly"), sample["share"]
@@ -272,4 +275,4 @@ def _judge_fastest(own: Results, others: Results, found: Verdicts) -> None:
 
 
 def _ms(times: Times) -> str:
-    return times.shown("{:.2f}") + " ms"
+    return times.ranging("{:.2f}") + " ms" + times.alone

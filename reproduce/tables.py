@@ -61,8 +61,8 @@ def _contenders(sample: Sample) -> list[Sample]:
     rows = []
     for name, phases in sample["ms"].items():
         split = phases if len(phases) > 1 else ()
-        medians = {f"{phase} ms": took(sample, name, phase).shown("{:.4g}") for phase in split}
-        rows.append({**where, "contender": name, **medians, "ms": took(sample, name).shown("{:.4g}")})
+        medians = {f"{phase} ms": took(sample, name, phase).ranging("{:.4g}") for phase in split}
+        rows.append({**where, "contender": name, **medians, "ms": took(sample, name).ranging("{:.4g}")})
     return rows
 
 

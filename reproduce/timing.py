@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -191,17 +191,35 @@ class Times(tuple[float, ...]):
         """A rate: `scale` over each time."""
         return Times(scale / each for each in self)
 
-    def shown(self, form: str = "{:.2f}x") -> str:
+    @classmethod
+    def mean(cls, ratios: Iterable[Times]) -> Times:
+        """Their geometric mean, process by process."""
+        return cls(map(statistics.geometric_mean, zip(*ratios, strict=False)))
+
+    def below(self, other: Times) -> bool:
+        """Whether this range between processes ends before the other begins; one process has no range: never."""
+        return not (self.alone or other.alone) and self.high < other.low
+
+    @property
+    def alone(self) -> str:
+        """What is said behind a figure of one process, which has no range."""
+        return " (one process)" * (len(self) == 1)
+
+    def ranging(self, form: str = "{:.2f}x") -> str:
         """The median and, of several processes, the range where it shows at these digits."""
         median, low, high = (form.format(each) for each in (self.median, self.low, self.high))
         return median if low == high else f"{median} ({low} to {high})"
 
+    def shown(self, form: str = "{:.2f}x") -> str:
+        """The same, as a figure that stands alone: of one process it says so."""
+        return self.ranging(form) + self.alone
+
 
 def beside(ours: Times, theirs: Times) -> str:
     """FASTER or SLOWER where the ranges between processes do not overlap, else LEVEL. Nothing else decides this."""
-    if ours.high < theirs.low:
+    if ours.below(theirs):
         return FASTER
-    return SLOWER if ours.low > theirs.high else LEVEL
+    return SLOWER if theirs.below(ours) else LEVEL
 
 
 def timed(results: Results, **where: Any) -> list[Sample]:

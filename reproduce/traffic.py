@@ -305,7 +305,7 @@ def _judge_tiles(results: Results, found: Verdicts) -> None:
             continue
         gains = {int(m): standard[0][1] / took(sample, m) for m in sample["ms"]}
         alike = [m for m in sorted(gains) if m >= OF_A_WARPGROUP] if is_hopper(results) else sorted(gains)
-        shrinks = all(gains[a].high < gains[b].low for a, b in pairwise(alike)) if len(alike) > 1 else None
+        shrinks = all(gains[a].below(gains[b]) for a, b in pairwise(alike)) if len(alike) > 1 else None
         ours = ", ".join(f"{gains[m].median:.1f}x" for m in sorted(gains))
         why = (
             f"each tile's below that of the next larger one, of those of {alike[0]} queries and more: smaller ones "

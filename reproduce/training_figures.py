@@ -113,7 +113,7 @@ def _judge_stack(results: Results, model: str, found: Verdicts) -> None:
             why = f"at least the paper's {theirs}, which is of the whole stack too; both eager, {how}"
             if unsteady := _unsteady(sample, name):
                 why += f"; {unsteady}"
-            shown, passed = gain.shown() + " (one process)" * (len(gain) == 1), gain.low >= round(expected, 1)
+            shown, passed = gain.shown(), gain.low >= round(expected, 1)
             found.add("C11", what, theirs, shown, passed, why, ratio=gain.median / expected)
 
 

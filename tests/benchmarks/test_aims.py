@@ -85,6 +85,13 @@ def test_a_point_lost_to_what_repeats_is_missed_twice():
     assert missed == [("1.50x", other), ("1.20x", alike), ("1.33x", other), ("1.14x", alike)]
 
 
+def test_of_one_process_the_figure_decides_and_says_so():
+    found = {aim.what.partition(", plain (full), ")[2]: aim for aim in attention.aims(document(LOST[:1]))}
+    lost, level = (found[f"{each}: time over the fastest library's"] for each in ("forward", "backward"))
+    assert (lost.ours, lost.status) == ("1.02x (one process)", MISSED)
+    assert (level.ours, level.status, level.level) == ("1.00x (one process)", MET, False)
+
+
 def test_what_is_met_of_a_figure_shares_a_row_that_says_how_much_is_level():
     *missed, others, repeatable = rows(attention.aims(document(LOST)))
     assert [row[3] for row in missed] == [MISSED]
@@ -126,9 +133,9 @@ def test_what_the_newest_run_has_met_is_not_missed_in_an_older_one(tmp_path):
 @pytest.mark.parametrize(
     ("times", "limit", "form", "text"),
     [
-        ((1.0017,), 1, "{:.2f}x", "1.002x"),
-        ((0.99996,), 1, "{:.2f}x", "1.0000x"),
-        ((1.0,), 1, "{:.2f}x", "1.00x"),
+        ((1.0017,), 1, "{:.2f}x", "1.002x (one process)"),
+        ((0.99996,), 1, "{:.2f}x", "1.0000x (one process)"),
+        ((1.0,), 1, "{:.2f}x", "1.00x (one process)"),
         ((1.0,) * 2 + (1.002,), 1, "{:.2f}x", "1.000x (1.000x to 1.002x)"),
         ((1.02, 1.03, 1.04), 1, "{:.2f}x", "1.03x (1.02x to 1.04x)"),
         ((0.568, 0.5698, 0.572), 0.57, "{:.1%}", "56.98% (56.80% to 57.20%)"),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, AttentionError, get_attention, register_attention
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 from kernels.history import flash1, two_pass
-from reproduce import attention, depends, encoders, history, peers, results, sparse, timing
+from reproduce import attention, attention_figures, depends, encoders, history, peers, results, sparse, timing
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.claims import CLAIMS
@@ -32,6 +32,7 @@ from reproduce.hardware_counters import parse, read_counters
 from reproduce.results import Store
 from reproduce.tables import table
 from tests.conftest import INTERPRETED
+from tests.processes import in_three
 from tests.reproduce import tiny
 from tests.reproduce.tiny import FOLDER, document, run
 
@@ -754,11 +755,40 @@ def test_block_sparse_time_is_linear_or_it_is_not_and_its_blocks_are_named(growt
         }
         for i in range(4)
     ]
-    results = {"device": "GPU", "settings": {"length": 4096}, "samples": samples}
+    results = {"device": "GPU", "settings": {"length": 4096}, "samples": in_three(*samples)}
     linear, as_blocks = sparse.judge(results)
     assert (linear.claim, linear.status) == ("C10", status)
     assert "2.29x" in linear.why
     assert (as_blocks.status, as_blocks.ours) == ("not comparable", f"{growth / 2.29:.2f}x")
+
+
+def test_growth_and_the_share_of_blocks_are_held_to_in_every_process():
+    """Here the median of three is within the bounds, and one process is not."""
+    shares = {"0.1": 0.15, "0.5": 0.55, "0.9": 0.95, "dense": 1.0}
+    samples = [
+        {"kind": "shares", "backend": "flash", "process": process,
+         "ms": {name: {"all": [share + off * (name == "0.5")]} for name, share in shares.items()}}
+        for process, off in enumerate((0.0, 0.0, 0.2))
+    ]  # fmt: skip
+    samples += [
+        {"kind": "butterfly", "backend": "flash", "length": 4096 * 2**i, "share": 0.5, "process": process,
+         "ms": {"butterfly": {"all": [growth**i]}}}
+        for process, growth in enumerate((2.0, 2.0, 2.3))
+        for i in range(2)
+    ]  # fmt: skip
+    found = sparse.judge({"device": "GPU", "settings": {"length": 4096}, "samples": samples})
+    assert [(each.claim, each.status) for each in found[:3]] == [
+        ("C5", "not reproduced"), ("C5", "not reproduced"), ("C10", "not reproduced"),
+    ]  # fmt: skip
+    assert found[2].ours == "2.00x (2.00x to 2.30x)"
+    samples = [
+        {"kind": "time", **asdict(Workload("fa1", 16, 8, 4096 * 2**i, 64, False)), "process": process,
+         "ms": {"flash": {"forward": [growth**i], "backward": [growth**i]}}}
+        for process, growth in enumerate((4.0, 4.0, 4.5))
+        for i in range(2)
+    ]  # fmt: skip
+    (growth,) = attention_figures.judge({"device": "GPU", "settings": {}, "samples": samples})
+    assert (growth.claim, growth.status, growth.ours) == ("C7", "not reproduced", "4.00x (4.00x to 4.50x)")
 
 
 @pytest.mark.parametrize(

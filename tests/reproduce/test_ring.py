@@ -73,10 +73,12 @@ def test_what_was_measured_becomes_the_figure_of_c33_and_is_held_to_pytorchs():
     assert ring.predicted(ring.samples(results)[0], asdict(Settings())) == pytest.approx(9.5)
     (verdict,) = ring.judge(results)
     assert (verdict.claim, verdict.status) == ("C33", NOT_COMPARABLE)
-    assert verdict.ours == "1.90x one GPU, 8 GB between GPUs, a ring leaves 25% of their time not hidden"
+    gain, *others = verdict.ours.split(", ")
+    assert gain == "1.90x one GPU (one process)"
+    assert others == ["8 GB between GPUs", "a ring leaves 25% of their time not hidden"]
     assert "no figure to compare with" in verdict.why
     (aim,) = aims(results)
-    assert (aim.ours, aim.met) == ("0.80x", True)
+    assert (aim.ours, aim.met) == ("0.80x (one process)", True)
     assert not aims(about | {"samples": [measured(ours=13.0, torchs=12.5)]})[0].met
     del results["samples"][0]["ms"][RING]
     assert ring.judge(results) == []
@@ -88,8 +90,8 @@ def test_where_keys_are_gathered_by_default_that_is_the_figure():
         each["ms"][GATHERED] = {FORWARD: [2.0], BACKWARD: [3.0]}
     results = {"device": "NVIDIA Test", "settings": asdict(Settings()), "samples": samples}
     gains = [each.ours.partition(",")[0] for each in ring.judge(results)]
-    assert gains == ["3.80x one GPU", "1.90x one GPU"]
-    assert [each.ours for each in aims(results)] == ["0.40x", "0.80x"]
+    assert gains == ["3.80x one GPU (one process)", "1.90x one GPU (one process)"]
+    assert [each.ours for each in aims(results)] == ["0.40x (one process)", "0.80x (one process)"]
 
 
 def test_until_then_c33_is_not_measured_and_says_what_measures_it(tmp_path: Path):

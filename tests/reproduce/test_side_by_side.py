@@ -256,7 +256,7 @@ def test_a_document_that_was_cut_between_processes_is_judged():
     samples = [time(causal, n, p) for causal in (False, True) for n in lengths for p in range(3)]
     cut = samples[:-2]  # causal attention at 2048 has one process, the others three
     found = attention.judge({"device": "NVIDIA H100", "settings": {}, "samples": cut})
-    assert [each.ours for each in found if each.claim == "C20"] == ["1.00x", "1.00x"]
+    assert [each.ours for each in found if each.claim == "C20"] == ["1.00x", "1.00x (one process)"]
 
 
 def test_times_are_in_the_order_of_processes_whoever_wrote_first():
