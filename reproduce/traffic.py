@@ -52,10 +52,9 @@ TINY = Settings(
     backends=(BASELINE, "naive", OURS), lengths=(64,), block_m=(32, 64), batch=1, heads=2, seconds=0.0,
     processes=1, rounds=1,
 )  # fmt: skip
-# C6's bar. kernels/log/history.md, without dropout, at 1024 tokens.
-OF_MASKS = (
-    "5x at least; with its mask only where something is hidden, the standard forward takes 0.50 of its time"
-)
+# Of the standard forward's time, by kernels/log/history.md (bfloat16, 1024 tokens): with its mask only in blocks that
+# it hides something of, without dropout; and without any mask, with dropout, which such a form comes near.
+MASKED_BLOCKS, NO_MASK = 0.50, 0.57
 
 
 def run(options: Options) -> None:
@@ -324,11 +323,17 @@ def _judge_passes(results: Results, found: Verdicts) -> None:
         share = Times(1 - sum(parts) / all_ for *parts, all_ in zip(*products, whole, strict=True))
         what = "mask, softmax and dropout, share of the standard forward"
         found.times("C6", what, 0.76, share, share.low >= 0.6, "60 % at least", form="{:.0%}")
-        gain, why = whole / ours, OF_MASKS
+        gain = whole / ours
+        why = (
+            "5x at least, also over eager forms that use what the mask looks like: by kernels/log/history.md one "
+            f"takes {MASKED_BLOCKS:.2f} of the standard forward's time without dropout, by arithmetic "
+            f"{MASKED_BLOCKS * gain.median:.1f}x; with dropout no mask at all takes {NO_MASK:.2f}, "
+            f"{NO_MASK * gain.median:.1f}x"
+        )
         if compiled := took(sample, peers.COMPILED):
             why += f"; compiled, the standard forward takes {(compiled / ours).shown()} our time"
         what = "standard/flash time, forward with mask and dropout"
-        found.times("C6", what, 7.6, gain, gain.low >= 5, why, form="{:.1f}x")
+        found.times("C6", what, 7.6, gain, NO_MASK * gain.low >= 5, why, form="{:.1f}x")
 
 
 def _judge_counters(results: Results, found: Verdicts) -> None:

@@ -140,8 +140,22 @@ def test_the_papers_history_and_traffic_figures_are_judged_reproduced(judge, sam
     verdicts = judge({"device": GPU, "samples": samples})
     assert {verdict.claim for verdict in verdicts} == claims
     for verdict in verdicts:
-        assert verdict.status == "reproduced", verdict
+        if verdict.what != C6_TIME:
+            assert verdict.status == "reproduced", verdict
         assert verdict.ratio == pytest.approx(1, abs=0.01)
+
+
+C6_TIME = "standard/flash time, forward with mask and dropout"
+
+
+@pytest.mark.parametrize(("ours", "status"), [(2.2, "not reproduced"), (1.9, "reproduced")])
+def test_c6_is_held_to_the_fastest_eager_form_as_well(ours, status):
+    """The paper's 7.6x is 4.4x over such a form, by arithmetic; its bar of 5x takes 8.8x."""
+    *_, passes = papers_own_traffic()
+    passes["ms"]["flash"] = {"all": [ours]}
+    (found,) = (v for v in traffic.judge({"device": GPU, "samples": [passes]}) if v.what == C6_TIME)
+    assert found.status == status
+    assert f"with dropout no mask at all takes 0.57, {0.57 * 16.8 / ours:.1f}x" in found.why
 
 
 def test_a_contender_that_was_not_timed_at_every_length_does_not_lose_the_picture(tmp_path):
