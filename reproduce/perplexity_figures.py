@@ -66,12 +66,11 @@ def gap(run: Sample, other: Sample) -> tuple[float, float]:
     return apart[-1], statistics.mean(apart[len(apart) // 2 :])
 
 
-def seed_gap(compared: dict[str, Sample]) -> tuple[float, float] | None:
-    """What other initial weights change, for one attention."""
-    for seed, base in SEEDS:
-        if seed in compared and base in compared:
-            return gap(compared[seed], compared[base])
-    return None
+def seed_gaps(compared: dict[str, Sample]) -> list[tuple[float, float]]:
+    """What other initial weights change, for each attention that was run with them."""
+    return [
+        gap(compared[seed], compared[base]) for seed, base in SEEDS if seed in compared and base in compared
+    ]
 
 
 # ---- table -------------------------------------------------------------------------------------------

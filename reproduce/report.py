@@ -11,6 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 
 from . import headline, long_run, pairs
@@ -27,7 +28,7 @@ from .experiment import (
     Verdict,
 )
 from .perplexity_figures import compares, runs
-from .perplexity_verdicts import judge_between_devices
+from .perplexity_verdicts import judge_between_devices, judge_extended
 from .plots import can_draw
 from .results import changed_since, faster_since, host_load, read_all, slug
 from .sparse import judge_beside_others
@@ -246,7 +247,7 @@ def build(directory: Path) -> Page:
         except Exception as error:
             page.notes.append(f"{_name(document)} cannot be judged: {type(error).__name__}: {error}")
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
-    page.claims["C12"].figures += map(Figure, judge_between_devices(curves))
+    _add_between_devices(page, curves)
     _add_pairs(page, curves, directory)
     for verdict in judge_beside_others(page.documents):
         device = verdict.basis.partition(",")[0]
@@ -290,6 +291,23 @@ def _add(page: Page, document: Results, directory: Path) -> None:
         figures.append(Figure(verdict, source, gpu))
     page.documents.append(document)
     page.sources.setdefault((experiment.name, document["device"]), source)
+
+
+def _add_between_devices(page: Page, curves: list[Results]) -> None:
+    """C12 and C14, as far as they take the runs of several devices; a device's newest count."""
+    newest: dict[str, Results] = {}
+    for each in curves:
+        newest.setdefault(each["device"], each)
+    for pair in combinations(newest.values(), 2):
+        links = ", ".join(
+            f"[{each['device']}]({page.sources['perplexity', each['device']]})" for each in pair
+        )
+        for verdict in judge_between_devices(*pair):
+            page.claims["C12"].figures.append(Figure(replace(verdict, basis=links)))
+    for device, results in newest.items():
+        source = page.sources["perplexity", device]
+        found = judge_extended(results, list(newest.values()))
+        page.claims["C14"].figures += (Figure(verdict, source) for verdict in found)
 
 
 def _add_pairs(page: Page, curves: list[Results], directory: Path) -> None:

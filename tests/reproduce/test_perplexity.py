@@ -16,7 +16,7 @@ from reproduce.__main__ import main
 from reproduce.command_line import OUT_OF_TIME
 from reproduce.experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED, Options
 from reproduce.perplexity_runs import training_runs
-from reproduce.perplexity_verdicts import judge_between_devices
+from reproduce.perplexity_verdicts import judge_between_devices, judge_extended
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -267,15 +267,47 @@ def test_what_two_cards_differ_by_in_the_same_run_is_told():
     cut = curve("sdpa", 5, 4, 3) | {"partial": 3}
     one = {"device": "H1", "samples": [curve("flash", 5, 3.0), curve("naive", 5, 3.5), cut]}
     other = {"device": "H2", "samples": [curve("flash", 5, 3.25), curve("sdpa", 5, 2)]}
-    (told,) = judge_between_devices([one, other])
+    (told,) = judge_between_devices(one, other)
     assert (told.what, told.ours) == (
         "one run on H1 and on H2: |difference| in nats at the end",
         "flash 0.2500",
     )
     assert told.status == NOT_COMPARABLE
-    assert not judge_between_devices([one])
     longer = {"device": "H2", "samples": [curve("flash", 5, 3.25, steps=9)]}
-    assert not judge_between_devices([one, longer])
+    assert not judge_between_devices(one, longer)
+
+
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        ((3.0, 2.7, 2.4), REPRODUCED),
+        ((3.0, 2.7, 2.45), NOT_REPRODUCED),  # by no more than another card changes, 0.25
+        ((3.0, 2.7, 2.8), NOT_REPRODUCED),
+    ],
+)
+def test_every_step_to_a_longer_context_must_gain_more_than_a_run_is_known_to(losses: tuple, status: str):
+    steps = [
+        curve(f"extend_{length}", loss, part="extend", context=length)
+        for length, loss in zip((64, 128, 256), losses, strict=True)
+    ]
+    seeds = [curve("flash", 5, 3.0), curve("flash_seed", 5, 3.2)]
+    one = {"device": "H1", "samples": [*seeds, *steps]}
+    other = {"device": "H2", "samples": [curve("flash", 5, 3.25)]}
+    (found,) = judge_extended(one, [one, other])
+    assert found.status == status
+    assert found.why.startswith("too few runs to tell 128 to 256; ") == (status == NOT_REPRODUCED)
+    assert "0.2500 at most: 64 to 128 by 0.3000 nats" in found.why
+    (alone,) = judge_extended({**one, "samples": steps}, [{**one, "samples": steps}])
+    assert (alone.status, "which is not known" in alone.why) == (NOT_REPRODUCED, True)
+    (missing,) = judge_extended(other, [one, other])
+    assert missing.status == NOT_MEASURED
+
+
+def test_the_papers_recipe_is_not_held_to_another_runs_bound():
+    recipe = [curve(f"recipe_{name}", 5, 4, 3, 2, part="recipe") for name in ("naive", "flash")]
+    results = {"device": "GPU", "settings": {}, "samples": [NAIVE, HALF, FLASH_SEED, *recipe]}
+    (found,) = (each for each in perplexity.judge(results) if "recipe" in each.what)
+    assert (found.status, found.ours[:6]) == (NOT_COMPARABLE, "0.0000")
 
 
 def test_a_cut_run_is_not_judged():

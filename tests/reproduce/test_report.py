@@ -787,6 +787,18 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_figure_of_several_devices_links_the_file_of_each(tmp_path):
+    run = {"kind": "run", "part": "gpt2", "name": "flash", "steps": 2, "peak_gib": 1.0, "context": 64}
+    run |= {"batch_tokens": 64, "parameters": 10**8, "tokens_per_second": 1e3}
+    for device, loss in (("NVIDIA A", 4.0), ("NVIDIA B", 4.25)):
+        write(tmp_path, "perplexity", [run | {"validation": [[1, 5.0], [2, loss]]}], device=device)
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    lines = (tmp_path / "REPORT.md").read_text().splitlines()
+    (row,) = (line for line in lines if line.startswith("| one run on NVIDIA"))
+    assert row.endswith("| [NVIDIA A](nvidia-a/perplexity.json), [NVIDIA B](nvidia-b/perplexity.json) |")
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_incomplete_or_misplaced_result_files_are_left_out_and_named(tmp_path, capsys):
     write(tmp_path, "attention", papers_own_attention())
     folder = tmp_path / "nvidia-test-3000"
