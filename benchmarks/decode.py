@@ -55,8 +55,6 @@ class Settings(Timing):
     # The first tokens, which must agree in float32, and those that are timed.
     first: int = 8
     tokens: int = 96
-    # A round is `tokens` long, so few will do.
-    rounds: int = 5
     seconds: float = 0.0
 
 

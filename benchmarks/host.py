@@ -44,7 +44,7 @@ class Settings:
     layers: int = 20
     # Calls between synchronisations: few enough that CUDA's launch queue never fills, which would block a launch.
     calls: int = 100
-    rounds: int = 15
+    rounds: int = 20
 
 
 TINY = Settings(
