@@ -71,7 +71,7 @@ class Verdict:
         ratio: ours over the paper's, where both are numbers.
         status: one of STATUSES.
         why: the reason for the status, or what is missing.
-        basis: where our figure comes from: "NVIDIA H200", "counted on CPU", "extrapolated".
+        basis: where our figure comes from: "NVIDIA H200", "counted on one head", "extrapolated".
     """
 
     claim: str
@@ -82,6 +82,11 @@ class Verdict:
     status: str = NOT_MEASURED
     why: str = ""
     basis: str = ""
+
+    @property
+    def by_count(self) -> bool:
+        """Whether it was counted of what a kernel does or allocates, as it is written: nothing was measured."""
+        return "counted" in self.basis
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,13 @@ HOW_TO_READ = (
 # These time whole steps, of which waiting for the host is a part: of more kernels than CUDA queues, all are late.
 OF_STEPS = ("training", "encoders")
 IN_PART = "reproduced in part"
+# Of a claim that nothing but counts is compared for: no run could contradict what a kernel is written to do.
+BY_COUNT = "by count alone"
 # The state of a complete run beside a newer partial one: it counts where that has no figure.
 EARLIER = "earlier run"
+COMPARED = {REPRODUCED, NOT_REPRODUCED}
 # The states of a claim, in the order in which they are counted.
-STATES = (REPRODUCED, IN_PART, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
+STATES = (REPRODUCED, IN_PART, BY_COUNT, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 # Headers: of the first screen, of a claim's figures, and of what produced them. Cells are Markdown.
 FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict", "on")
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
@@ -107,32 +110,48 @@ class Judged:
         return [figure for figure in self.figures if not figure.gpu]
 
     @property
-    def statuses(self) -> Counter[str]:
-        """Of every figure; a CPU's is left out where a GPU has it too, and one not measured where another has it."""
+    def statuses(self) -> tuple[Counter[str], Counter[str]]:
+        """Of every figure, those by count apart, in the second.
+
+        A CPU's is left out where a GPU has it too, and one not measured where another has it.
+        """
         names = {figure.verdict.what for figure in self.on_gpu}
-        counted = self.on_gpu + [each for each in self.on_cpu if each.verdict.what not in names]
-        verdicts = [figure.verdict for figure in counted]
-        found = Counter(each.status for each in verdicts if each.status != NOT_MEASURED)
-        measured = {each.what for each in verdicts if each.status != NOT_MEASURED}
-        if missing := {each.what for each in verdicts} - measured:
-            found[NOT_MEASURED] = len(missing)
-        return found
+        shown = self.on_gpu + [each for each in self.on_cpu if each.verdict.what not in names]
+        verdicts = [figure.verdict for figure in shown]
+        had = [each for each in verdicts if each.status != NOT_MEASURED]
+        measured, counted = (
+            Counter(each.status for each in had if each.by_count is by) for by in (False, True)
+        )
+        if missing := {each.what for each in verdicts} - {each.what for each in had}:
+            measured[NOT_MEASURED] = len(missing)
+        return measured, counted
 
     @property
     def state(self) -> str:
-        """One of STATES; with a part that is not measured, a claim is reproduced in part at most."""
-        found = self.statuses
-        if REPRODUCED in found and found.keys() & {NOT_REPRODUCED, NOT_MEASURED}:
+        """One of STATES; with a part that is not measured, a claim is reproduced in part at most.
+
+        What was measured makes a claim reproduced, if only in part; a count that differs from the paper's takes
+        from it.
+        """
+        measured, counted = self.statuses
+        if counted.keys() & COMPARED and not measured.keys() & COMPARED:
+            return BY_COUNT
+        found = measured.keys() | (counted.keys() - {REPRODUCED})
+        if REPRODUCED in found and found & {NOT_REPRODUCED, NOT_MEASURED}:
             return IN_PART
         return next(state for state in STATES if state in found)
 
     @property
     def tally(self) -> str:
-        """How many of the figures that could be compared are reproduced: "3 of 4, 1 not measured"."""
-        found = self.statuses
-        compared, missing = found[REPRODUCED] + found[NOT_REPRODUCED], found[NOT_MEASURED]
-        more = f", {missing} {NOT_MEASURED}" * bool(missing)
-        return f"{found[REPRODUCED]} of {compared}{more}" if compared else ""
+        """How many of what could be compared are reproduced: "3 of 4, 1 of 1 by count, 1 not measured"."""
+        measured, counted = self.statuses
+        parts = []
+        for found, how in ((measured, ""), (counted, " by count")):
+            if compared := found[REPRODUCED] + found[NOT_REPRODUCED]:
+                parts.append(f"{found[REPRODUCED]} of {compared}{how}")
+        if parts and (missing := measured[NOT_MEASURED]):
+            parts.append(f"{missing} {NOT_MEASURED}")
+        return ", ".join(parts)
 
 
 @dataclass
@@ -454,7 +473,7 @@ def in_words(number: int) -> str:
 
 def summary(page: Page) -> str:
     """The claims counted by claim, in a sentence; those that are not simply reproduced are named."""
-    words = {NOT_COMPARABLE: "measured but not comparable", NOT_MEASURED: "not measured"}
+    words = {NOT_COMPARABLE: "measured but not comparable", BY_COUNT: "compared by count alone"}
     parts = []
     for state in STATES:
         if names := [name for name, judged in page.claims.items() if judged.state == state]:

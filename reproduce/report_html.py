@@ -14,6 +14,7 @@ from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
 MARKS = {
     REPRODUCED: "good",
     report.IN_PART: "part",
+    report.BY_COUNT: "part",
     NOT_REPRODUCED: "bad",
     NOT_COMPARABLE: "grey",
     NOT_MEASURED: "none",

@@ -7,7 +7,8 @@ from .claims import PAPERS
 from .common import markdown_table
 
 WHERE = (
-    "The column figures says how many of those that could be compared are reproduced. Every figure, with what it had "
+    "The column figures says how many of those that could be compared are reproduced; those by count, which no run "
+    "could contradict, make no claim reproduced. Every figure, with what it had "
     "to reach and the file that holds it, is in [appendix A](#a-every-figure-of-a-gpu); what a CPU counted in "
     "[appendix B](#b-counted-on-a-cpu)."
 )

@@ -635,6 +635,31 @@ def test_claims_are_counted_by_claim_and_a_figure_of_a_cpu_and_a_gpu_once():
     }
 
 
+COUNT = "counted on one head"
+
+
+@pytest.mark.parametrize(
+    ("figures", "state", "tally"),
+    [
+        ([("a", "reproduced", COUNT), ("b", "not comparable", GPU)], "by count alone", "1 of 1 by count"),
+        ([("a", "reproduced", COUNT), ("b", "not measured", "")], "by count alone",
+         "1 of 1 by count, 1 not measured"),
+        ([("a", "reproduced", COUNT), ("b", "not reproduced", GPU)], "not reproduced", "0 of 1, 1 of 1 by count"),
+        ([("a", "not reproduced", COUNT), ("b", "reproduced", GPU)], "reproduced in part",
+         "1 of 1, 0 of 1 by count"),
+        ([("a", "reproduced", COUNT), ("b", "reproduced", GPU)], "reproduced", "1 of 1, 1 of 1 by count"),
+        ([("a", "not comparable", COUNT), ("b", "not measured", "")], "not comparable", ""),
+    ],
+)  # fmt: skip
+def test_a_count_makes_no_claim_reproduced(figures, state, tally):
+    found = [
+        Figure(Verdict("C1", what, "2x", "3x", None, status, basis=basis), gpu=basis == GPU)
+        for what, status, basis in figures
+    ]
+    judged = Judged(CLAIMS["C1"], found)
+    assert (judged.state, judged.tally) == (state, tally)
+
+
 def test_a_figure_of_two_gpus_counts_for_each():
     claim = page_of(C1=[("a", "reproduced", True), ("a", "not reproduced", True)]).claims["C1"]
     assert (claim.state, claim.tally) == ("reproduced in part", "1 of 2")
@@ -766,6 +791,18 @@ def test_a_figure_of_two_files_links_both(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_a_figure_of_several_devices_links_the_file_of_each(tmp_path):
+    run = {"kind": "run", "part": "gpt2", "name": "flash", "steps": 2, "peak_gib": 1.0, "context": 64}
+    run |= {"batch_tokens": 64, "parameters": 10**8, "tokens_per_second": 1e3}
+    for device, loss in (("NVIDIA A", 4.0), ("NVIDIA B", 4.25)):
+        write(tmp_path, "perplexity", [run | {"validation": [[1, 5.0], [2, loss]]}], device=device)
+    assert main(["report", "--results", str(tmp_path)]) == 0
+    lines = (tmp_path / "REPORT.md").read_text().splitlines()
+    (row,) = (line for line in lines if line.startswith("| one run on NVIDIA"))
+    assert row.endswith("| [NVIDIA A](nvidia-a/perplexity.json), [NVIDIA B](nvidia-b/perplexity.json) |")
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     old, ms = next(iter(depends.FASTER_SINCE)), {"flash": {"forward": [1.0], "backward": [2.0]}}
     wide = {"kind": "time", **shape("fa2", 4096, head_dim=256), "ms": ms}
@@ -784,18 +821,6 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     ]
     assert f"note: of training on {GPU} one process timed small eager gpt2_small 1024" in notes
     assert not any("code has changed" in line for line in notes)
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_figure_of_several_devices_links_the_file_of_each(tmp_path):
-    run = {"kind": "run", "part": "gpt2", "name": "flash", "steps": 2, "peak_gib": 1.0, "context": 64}
-    run |= {"batch_tokens": 64, "parameters": 10**8, "tokens_per_second": 1e3}
-    for device, loss in (("NVIDIA A", 4.0), ("NVIDIA B", 4.25)):
-        write(tmp_path, "perplexity", [run | {"validation": [[1, 5.0], [2, loss]]}], device=device)
-    assert main(["report", "--results", str(tmp_path)]) == 0
-    lines = (tmp_path / "REPORT.md").read_text().splitlines()
-    (row,) = (line for line in lines if line.startswith("| one run on NVIDIA"))
-    assert row.endswith("| [NVIDIA A](nvidia-a/perplexity.json), [NVIDIA B](nvidia-b/perplexity.json) |")
 
 
 @pytest.mark.usefixtures("undrawn")
