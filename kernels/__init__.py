@@ -19,8 +19,15 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 # `python -m kernels.tune` loads this package before the module: an import raises, but a command ends with one line.
-if find_spec("torch") is None and any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
-    sys.exit("error: not installed: torch (pip install -r requirements.txt)")
+if any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
+    if find_spec("torch") is None:
+        sys.exit("error: not installed: torch (pip install -r requirements.txt)")
+    try:
+        import_module("torch")
+    except (ImportError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
+        sys.exit(f"error: torch cannot be imported: {reason} ({fix})")
 # In its interpreter `import triton` needs NumPy, and fails with more lines.
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") and not find_spec("numpy"):
     raise ModuleNotFoundError("TRITON_INTERPRET=1 needs NumPy (pip install numpy)", name="numpy")

@@ -28,12 +28,16 @@ from typing import Any
 
 import torch
 
-from .versions import has_gluon, remedy
+from .versions import OLDEST_GLUON, has_gluon, no_triton, numbers_of, remedy
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.exit("kernels.compile_report compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
+if lacking := no_triton():
+    sys.exit(f"kernels.compile_report needs {lacking}")
 if not has_gluon():
-    sys.exit(f"kernels.compile_report needs a triton with Gluon, which is not installed: {remedy()}")
+    sys.exit(
+        f"kernels.compile_report needs a triton with Gluon, which this one is without ({remedy(again=True)})"
+    )
 
 import triton
 from triton.backends.compiler import GPUTarget

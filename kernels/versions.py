@@ -1,6 +1,6 @@
 """Which releases of torch and triton our kernels run with, and what to do about others: one line each.
 
-    torch 2.11 and later, with the triton that it was built with (or a newer one)
+    torch 2.11 and later, with the triton that it was built with; beside another a line on stderr says so
     the Hopper kernels: a triton with which flash has passed its GPU tests; with others the portable kernels run
 
 `python -m kernels.compile_report --with newest` compares these with the newest releases.
@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
+import sys
 
 import torch
 
@@ -30,12 +32,15 @@ def numbers_of(version: str) -> tuple[int, ...]:
 
 
 def kernels_lack() -> str | None:
-    """What our Triton kernels would need of the installed torch and triton, or None. Imports triton."""
-    if importlib.util.find_spec("triton") is None:
-        return f"triton, which is not installed ({remedy()})"
+    """What our Triton kernels would need of the installed torch and triton, or None. Imports triton.
+
+    Of two that may serve, but are no pair of ours, a line on stderr says so, once.
+    """
+    if lacking := no_triton():
+        return lacking
     import triton
 
-    oldest, own = next(iter(PAIRS)), _triton_of(torch.__version__)
+    oldest, (_, own) = next(iter(PAIRS)), _own_pair()
     if numbers_of(torch.__version__) < numbers_of(oldest):
         return f"torch {oldest} or newer, not {torch.__version__} (pip install -U torch)"
     if numbers_of(triton.__version__) < numbers_of(own):
@@ -50,21 +55,46 @@ def kernels_lack() -> str | None:
                 f"numpy before 2.4 in the interpreter of triton {triton.__version__}, not {numpy.__version__} "
                 "(pip install 'numpy<2.4')"
             )
+    if unknown := unknown_pair():
+        _say_once(f"tilegpt: {unknown} ({remedy()})")
     return None
+
+
+def no_triton() -> str | None:
+    """The triton that is needed where there is none that can be imported, with the remedy; None if there is."""
+    if importlib.util.find_spec("triton") is None:
+        return f"triton, which is not installed ({remedy()})"
+    try:
+        import triton  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"triton, which cannot be imported: {_first_sentence(error)} ({remedy(again=True)})"
+    return None
+
+
+def unknown_pair() -> str | None:
+    """What to say of a torch and a triton that are no pair of ours, without the remedy, or None. Imports triton."""
+    import triton
+
+    installed = torch.__version__, triton.__version__
+    if [*map(numbers_of, installed)] == [*map(numbers_of, _own_pair())]:
+        return None
+    return "torch {} and triton {} are not known to work together".format(*installed)
 
 
 def gluon_lacks() -> str | None:
     """What the Hopper kernels would need of triton, or None. Imports triton."""
     import triton
 
-    own, newest = numbers_of(_triton_of(torch.__version__)), VERIFIED_TRITON[-1]
-    fix = f"pip install triton=={next((x for x in VERIFIED_TRITON if numbers_of(x) >= own), newest)}"
-    if numbers_of(newest) < own:  # too old for this torch
-        fix += " torch==" + next(x for x, y in reversed(PAIRS.items()) if y == newest) + ".*"
+    verified = [(each, own) for each, own in PAIRS.items() if own in VERIFIED_TRITON]
+    this = numbers_of(torch.__version__)
+    pair = next((each for each in verified if numbers_of(each[0]) >= this), verified[-1])
     if not has_gluon():
+        fix = _install(pair, again=True)
         return f"a triton with Gluon, which this triton {triton.__version__} is without ({fix})"
     if triton.__version__ not in VERIFIED_TRITON:
-        return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__} ({fix})"
+        return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__} ({_install(pair)})"
+    if unknown := unknown_pair():
+        return f"a pair that is verified: {unknown} ({_install(pair)})"
     return None
 
 
@@ -108,15 +138,27 @@ def mismatched_libraries() -> str | None:
     return None
 
 
-def remedy() -> str:
-    """The command that installs the triton of this torch."""
-    return f"pip install triton=={_triton_of(torch.__version__)}"
+def remedy(again: bool = False) -> str:
+    """The command that installs the triton of this torch, or the newest pair. again: over the same release too."""
+    return _install(_own_pair(), again)
 
 
-def _triton_of(torch_version: str) -> str:
-    """The triton that torch was built with; of a release newer than ours, the newest that we know."""
-    number = ".".join(map(str, numbers_of(torch_version)))
-    return PAIRS.get(number, list(PAIRS.values())[-1])
+def _install(pair: tuple[str, str], again: bool = False) -> str:
+    """The command that installs a pair; its torch only where this is another."""
+    number, triton = pair
+    also = "" if numbers_of(number) == numbers_of(torch.__version__) else f" torch=={number}.*"
+    return f"pip install {'--force-reinstall ' * again}triton=={triton}{also}"
+
+
+def _own_pair() -> tuple[str, str]:
+    """This torch and the triton that it was built with; of a release that is not in PAIRS, the newest pair."""
+    number = ".".join(map(str, numbers_of(torch.__version__)))
+    return (number, PAIRS[number]) if number in PAIRS else list(PAIRS.items())[-1]
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _first_sentence(error: Exception) -> str:

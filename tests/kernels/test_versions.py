@@ -90,7 +90,7 @@ def hopper(monkeypatch) -> None:
 @pytest.mark.parametrize("lacking", ["triton 3.7.1, not 9.9.9", "a triton with Gluon"])
 @pytest.mark.parametrize(
     ("torch_version", "remedy"),
-    [("2.13.0", "pip install triton==3.7.1"), ("2.15.0", "pip install triton==3.7.1 torch==2.13.*")],
+    [("2.13.0", "triton==3.7.1"), ("2.15.0", "triton==3.7.1 torch==2.13.*")],
 )
 def test_an_unverified_triton_leaves_the_portable_kernels_and_says_so_once(
     hopper, monkeypatch, capsys, lacking, torch_version, remedy
@@ -102,16 +102,44 @@ def test_an_unverified_triton_leaves_the_portable_kernels_and_says_so_once(
     assert [kernels.attention_tier("flash", **ON_HOPPER) for _ in range(2)] == ["triton", "triton"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}")
-    assert line.endswith(f"({remedy})")
+    # pip leaves a release alone that is there, with Gluon or without.
+    assert line.endswith(f"(pip install {'--force-reinstall ' * ('Gluon' in lacking)}{remedy})")
     with pytest.raises(AttentionError, match=rf"attention\.tier=hopper needs {lacking}"):
         kernels.resolve_attention("flash", tier="hopper", **ON_HOPPER)
 
 
 def test_a_verified_triton_runs_the_hopper_kernels(hopper, monkeypatch, capsys) -> None:
     monkeypatch.setattr(triton, "__version__", versions.VERIFIED_TRITON[0])
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
     assert kernels.attention_tier("flash", **ON_HOPPER) == "hopper"
+    assert versions.kernels_lack() is None
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "triton_version", "own", "verified"),
+    [
+        ("2.13.0+cpu", "3.9.0", "triton==3.7.1", "triton==3.7.1"),
+        ("2.11.0", "3.9.0", "triton==3.6.0", "triton==3.7.1 torch==2.12.*"),
+        ("2.16.0", "3.9.0", *["triton==3.9.0 torch==2.15.*"] * 2),
+        ("2.16.0", "3.10.0", *["triton==3.9.0 torch==2.15.*"] * 2),
+    ],
+)
+def test_a_pair_that_is_not_known_is_named_once_and_runs_the_portable_kernels(
+    hopper, monkeypatch, capsys, torch_version, triton_version, own, verified
+) -> None:
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    versions._say_once.cache_clear()
+    assert [versions.kernels_lack() for _ in range(2)] == [None, None]
+    unknown = f"torch {torch_version} and triton {triton_version} are not known to work together"
+    assert capsys.readouterr().err == f"tilegpt: {unknown} (pip install {own})\n"
+    assert kernels.attention_tier("flash", **ON_HOPPER) == "triton"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"(pip install {verified})")
+    assert unknown in line or "3.10" in triton_version
+    with pytest.raises(AttentionError, match=rf"attention\.tier=hopper needs .*{re.escape(verified)}"):
+        kernels.resolve_attention("flash", tier="hopper", **ON_HOPPER)
 
 
 def python(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -155,7 +183,30 @@ def test_a_command_says_which_triton_it_needs(tmp_path, command, needed) -> None
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert f"needs {needed}" in line
-    assert "pip install triton==" in line
+    assert re.search(r"\(pip install (--force-reinstall )?triton==\S+\)$", line)
+
+
+BROKEN = "libtriton.so: undefined symbol: PyNumber_Add"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "-m kernels.compile_report",
+        "-m kernels.tune",
+        "train.py attention=flash data=python_source logger=none trainer.device=cpu hydra.run.dir={}/run",
+    ],
+)
+def test_a_triton_that_cannot_be_imported_is_named(command, tmp_path) -> None:
+    stand_in(tmp_path, "triton", f"raise ImportError({BROKEN!r})")
+    variables = {"TRITON_INTERPRET": "1"} if command.startswith("train") else {}
+    done = python(*command.format(tmp_path).split(), folder=tmp_path, **variables)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert (
+        f" needs triton, which cannot be imported: {BROKEN} (pip install --force-reinstall triton==" in line
+    )
 
 
 @pytest.mark.slow
@@ -214,6 +265,18 @@ def test_torch_without_a_library_that_it_loads_ends_in_a_line(command, tmp_path)
     done = python(*command.format(tmp_path / "run").split(), folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: a library of torch's cannot be loaded: {missing} (pip install")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+@pytest.mark.parametrize("command", ["compile_report", "tune", "hub folder"])
+def test_a_torch_that_cannot_be_imported_ends_a_command_of_kernels_in_a_line(
+    command, error, tmp_path
+) -> None:
+    stand_in(tmp_path, "torch", f"raise {error}('no such symbol\\nand more of it')")
+    done = python("-m", *f"kernels.{command}".split(), folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: torch cannot be imported: no such symbol (pip install --force-rein")
     assert done.stderr.count("\n") == 1
 
 
