@@ -376,12 +376,17 @@ def main(arguments: list[str] | None = None) -> int:
     if options.tile:
         tile = Tile(*options.tile)
         jobs = [replace(job, tile=tile) for job in jobs if job.tile and job.dtype is torch.bfloat16]
+    left_out, own = "", triton.__version__
+    if numbers_of(own) < OLDEST_GLUON and 90 in architectures and HOPPER.keys() & options.kernel:
+        oldest = ".".join(map(str, OLDEST_GLUON))
+        left_out = f"the Hopper kernels are left out: they need triton {oldest} or newer, not {own}"
     if not jobs:
-        sys.exit("kernels.compile_report: no kernel is of all that --arch, --head-dim and --kernel name")
+        none = "no kernel is of all that --arch, --head-dim and --kernel name"
+        sys.exit(f"kernels.compile_report: {left_out or none}")
     forms = distinct(jobs, form)
     jobs = pairwise(forms) if options.pairs else list(forms)
     started, failed = time.perf_counter(), 0
-    print(f"triton {triton.__version__}, {len(jobs)} kernels")
+    print(f"triton {own}, {len(jobs)} kernels{left_out and '; ' + left_out}")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for job, (figures, problems) in zip(jobs, pool.map(outcome, jobs), strict=True):
             failed += bool(problems)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -301,6 +302,30 @@ def test_the_interpreter_is_refused() -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "unset it" in done.stderr
+
+
+TOO_OLD = """
+import triton
+from kernels.compile_report import main
+own, triton.__version__ = triton.__version__, "3.6.0"
+try:
+    main(["--arch", "90", "--head-dim", "64", "--kernel", "decode", "hopper_forward"])
+    for gpu in "90", "80":
+        try:
+            main(["--arch", gpu, "--kernel", "hopper_forward"])
+        except SystemExit as refusal:
+            print(refusal)
+finally:
+    triton.__version__ = own
+"""
+
+
+def test_a_triton_that_is_too_old_for_the_hopper_kernels_is_named(child) -> None:
+    first, *_, hopper, ampere = answered(child, TOO_OLD)[1].splitlines()
+    why = "the Hopper kernels are left out: they need triton 3.7 or newer, not 3.6.0"
+    assert re.fullmatch(rf"triton 3\.6\.0, \d kernels; {why}", first)
+    assert hopper == f"kernels.compile_report: {why}"
+    assert ampere.startswith("kernels.compile_report: no kernel is of all that")
 
 
 IDLE = """
