@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import ATTENTION, get_attention, history, resolve_attention
+from kernels import ATTENTION, fusion, get_attention, history, resolve_attention
 from reproduce import plots, timing
 from reproduce.attention import DROPOUT, HOLD_SCORES, compare, gradients, race
 from reproduce.attention_figures import OURS, PORTABLE
@@ -188,7 +188,7 @@ def _flex_with_sinks(length: int, causal: bool, device: torch.device) -> Callabl
 
     seen = lambda batch, head, row, column: row >= column  # noqa: E731
     mask = create_block_mask(seen, None, None, length, length, device=device) if causal else None
-    return partial(torch.compile(attend, dynamic=False), block_mask=mask)
+    return partial(fusion.compiled(attend, dynamic=False), block_mask=mask)
 
 
 def run(options: Options) -> None:

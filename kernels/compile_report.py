@@ -28,8 +28,13 @@ from typing import Any
 
 import torch
 
+from .other_triton import WITH, report_with
 from .versions import OLDEST_GLUON, has_gluon, no_triton, numbers_of, remedy
 
+if __name__ == "__main__":  # before the installed triton matters, which may be absent
+    chosen, others = WITH.parse_known_args()
+    if chosen.requirement:
+        sys.exit(report_with(chosen.requirement, f"{__package__}.compile_report", others))
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.exit("kernels.compile_report compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
 if lacking := no_triton():
@@ -60,7 +65,6 @@ from .flash.portable.spec import specify
 from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile
 from .launch import FUSION
 from .layers import gelu_product
-from .other_triton import report_with
 
 HOPPER = {
     "hopper_forward": forward.hopper_forward_kernel,
@@ -348,13 +352,8 @@ def _read_amd(assembly: str, shared_bytes: int) -> Report:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; return 1 if any tile must not ship."""
-    module = f"{__package__}.compile_report"
-    other = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    other.add_argument(
-        "--with", metavar="triton==X", help="a release of Triton for pip to download, or newest"
-    )
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description=__doc__.split("\n")[0], parents=[other]
+        prog=f"python -m {__package__}.compile_report", description=__doc__.split("\n")[0], parents=[WITH]
     )
     parser.add_argument("--arch", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
@@ -366,8 +365,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
     parser.add_argument("--pairs", action="store_true", help="not every combination of compile-time values")
     options = parser.parse_args(arguments)
-    if requirement := getattr(options, "with"):
-        return report_with(requirement, module, other.parse_known_args(arguments)[1])
     architectures = [GPUS[name] for name in options.arch]
     jobs = [job for job in shipped(architectures, options.head_dim) if job.kernel in options.kernel]
     if options.feature:

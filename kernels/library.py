@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import documents
+from . import documents, fusion
 from .arguments import check_dropout, check_inputs, check_scale, in_autocast_dtype, refuse_features
 from .registry import AttentionError, AttentionRequest, refusal_of_call, register_attention
 from .versions import cuda_not
@@ -243,7 +243,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
     result, since a compiled function cannot be pickled."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return fusion.compiled(flex_attention, dynamic=False)
 
 
 def flex(

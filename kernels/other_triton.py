@@ -1,26 +1,49 @@
 """The compile report with a Triton that is not installed here, and what is newer than the releases that we know.
 
 python -m kernels.compile_report --with triton==3.9.0     # pip downloads it (200 MB) into a temporary folder
-python -m kernels.compile_report --with newest            # once a week: names what is newer, and compiles with it
+python -m kernels.compile_report --with newest            # once a week: fails for a release that we do not know, too
 """
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 from .versions import PAIRS, VERIFIED_TRITON, numbers_of
 
+ROOT = Path(__file__).parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+WITH = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+WITH.add_argument(
+    "--with",
+    dest="requirement",
+    metavar="triton==X",
+    help="a release of Triton for pip to download, or newest: then releases that versions.py does not know fail",
+)
 
 
 def report_with(requirement: str, module: str, arguments: list[str]) -> int:
-    """Run the module with the Triton of a requirement, "triton==3.9.0" or "newest"; its exit code."""
-    if requirement == "newest":
-        torch, triton = newest("torch"), newest("triton")
-        print(compared(torch, triton), flush=True)
-        requirement = f"triton=={triton}"
+    """Run the module with the Triton of a requirement, "triton==3.9.0" or "newest"; its exit code.
+
+    Of "newest" it is 1 at least, after a last line on stderr, if `unknown` finds anything.
+    """
+    if requirement != "newest":
+        return _run_with(requirement, module, arguments)
+    torch, triton = newest("torch"), newest("triton")
+    print(f"newest: torch {torch}, triton {triton}", flush=True)
+    found = unknown(torch, triton, *map(pinned, ("requirements.txt", "requirements-latest.txt")))
+    if triton not in VERIFIED_TRITON:
+        print("the Hopper kernels are not verified with it: run `pytest -m gpu` on a Hopper GPU", flush=True)
+    code = _run_with(f"triton=={triton}", module, arguments)
+    if found:
+        print(f"--with newest: {'; '.join(found)} (docs/gpu.md says what to do)", file=sys.stderr)
+    return code or bool(found)
+
+
+def _run_with(requirement: str, module: str, arguments: list[str]) -> int:
     if not re.fullmatch(r"triton==[\w.+]+", requirement):
         sys.exit(
             f"--with {requirement}: it must be newest, or a release such as triton=={VERIFIED_TRITON[-1]}"
@@ -45,13 +68,34 @@ def newest(package: str) -> str:
     return release[1]
 
 
-def compared(torch: str, triton: str) -> str:
-    """Whether versions.py knows the newest releases, a line for each of them."""
-    lines = []
-    pairs = list(PAIRS.items())[-1]
-    for package, release, known in zip(("torch", "triton"), (torch, triton), pairs, strict=True):
-        ahead = numbers_of(release) > numbers_of(known)
-        lines.append(f"{package} {release}: {'newer than versions.py knows' if ahead else 'known'} ({known})")
-    if triton not in VERIFIED_TRITON:
-        lines.append("the Hopper kernels are not verified with it: run `pytest -m gpu` on a Hopper GPU")
-    return "\n".join(lines)
+def pinned(name: str) -> tuple[str, str]:
+    """The releases of torch and triton that a file of requirements of this checkout pins."""
+    if not (ROOT / name).is_file():
+        sys.exit(f"--with newest: it compares with {name}, which only a checkout has")
+    pins = dict(re.findall(r"^(torch|triton)==([^;\s]+)", (ROOT / name).read_text(), re.MULTILINE))
+    return pins["torch"], pins["triton"]
+
+
+def unknown(torch: str, triton: str, usual: tuple[str, str], latest: tuple[str, str]) -> list[str]:
+    """Newer releases than versions.py and requirements-latest.txt know, and pins that are no pair of versions.py.
+
+    Args:
+        usual, latest: what requirements.txt and requirements-latest.txt pin.
+    """
+    pairs = [(numbers_of(each), own) for each, own in PAIRS.items()]
+    found = [
+        f"torch {each} with triton {own} is pinned, which is no pair of versions.py"
+        for each, own in (usual, latest)
+        if (numbers_of(each), own) not in pairs
+    ]
+    if numbers_of(latest[0]) != pairs[-1][0]:
+        found.append(f"requirements-latest.txt pins torch {latest[0]}, versions.py knows {[*PAIRS][-1]}")
+    for package, release, known in zip(("torch", "triton"), (torch, triton), latest, strict=True):
+        if _whole(release) > _whole(known):
+            found.append(f"{package} {release} is newer than the newest that we know, {known}")
+    return found
+
+
+def _whole(release: str) -> tuple[int, ...]:
+    """All numbers of a release: (2, 15, 1) of "2.15.1+cpu"."""
+    return tuple(map(int, re.findall(r"\d+", release.partition("+")[0])))

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import AttentionError, get_attention, resolve_attention
+from kernels import AttentionError, fusion, get_attention, resolve_attention
 from kernels.library import compiled_flex_attention
 
 from .standard import NAME as STANDARD
@@ -40,7 +40,7 @@ def standard() -> Attend:
 
 def compiled() -> Attend:
     torch.compiler.reset()  # else after eight shapes it would stay eager
-    return functools.partial(_standard, torch.compile(standard_attention, dynamic=False))
+    return functools.partial(_standard, fusion.compiled(standard_attention, dynamic=False))
 
 
 def _standard(function: Callable[..., torch.Tensor], inputs: Inputs, number: int) -> torch.Tensor:

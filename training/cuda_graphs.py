@@ -8,6 +8,7 @@ A replay writes where the recording wrote, so what outlives a micro-step needs m
 import torch
 from torch import Tensor, nn
 
+from kernels import fusion
 from kernels.layers.sums import sum_in_place, sum_in_product, summing
 from kernels.versions import kernels_lack
 from model.gpt import Embedding, Linear
@@ -97,7 +98,7 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, whole: bool = Tr
 def replayed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """As `precision.compiled`, with replays. Its gradients are to be there when it is called."""
     compiled(model, dtype)  # for the cache tag of the process; it compiles nothing before the first call
-    return torch.compile(model, mode="reduce-overhead")
+    return fusion.compiled(model, mode="reduce-overhead")
 
 
 def add_gradients(loss: Tensor, model: nn.Module) -> None:

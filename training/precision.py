@@ -1,12 +1,13 @@
 """The precision a run computes in, and how it becomes part of the key of torch.compile's cache."""
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import compiler, nn
+
+from kernels import fusion
 
 from .config import Precision
 
@@ -34,10 +35,9 @@ def compiled(
     autocast's dtype: a bf16 run found the graph of an fp16 run of the same model, computed in fp16 without a gradient
     scaler, and ended at a loss of 2.97 instead of 2.85. The tag keeps them apart.
     """
-    # Both are read when the model is first called.
+    # Read when the model is first called.
     compiler.config.cache_key_tag = f"{_USERS_TAG}{dtype}"
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as kernels/launch.py asks for our own kernels
-    return torch.compile(model, backend=backend)
+    return fusion.compiled(model, backend=backend)
 
 
 def forget_compiled() -> None:

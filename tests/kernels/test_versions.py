@@ -10,30 +10,38 @@ import numpy
 import pytest
 import torch
 import triton
+import yaml
 
 import kernels
-from kernels import AttentionError, layers, versions
+from kernels import AttentionError, layers, other_triton, versions
 from kernels.flash import dispatch
-from kernels.other_triton import compared, report_with
+from kernels.other_triton import pinned, report_with, unknown
 from training.config import ConfigError
 from training.distributed import resolve_device
 
 ROOT = Path(__file__).parents[2]
+USUAL, LATEST = pinned("requirements.txt"), pinned("requirements-latest.txt")
 ON_HOPPER = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
 
 
 def test_the_two_requirements_differ_in_their_pair_alone_and_versions_knows_both() -> None:
-    def pinned(name: str) -> tuple[dict[str, str], list[str]]:
-        lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
-        pair = [line for line in lines if line.startswith(("torch==", "triton=="))]
-        return dict(line.partition(";")[0].split("==") for line in pair), sorted({*lines} - {*pair})
+    def others(name: str) -> list[str]:
+        lines = (ROOT / name).read_text().splitlines()
+        return sorted(line for line in lines if not line.startswith(("#", "torch==", "triton==")))
 
-    (own, others), (latest, same) = pinned("requirements.txt"), pinned("requirements-latest.txt")
-    assert others == same
-    pairs = [(each["torch"].rpartition(".")[0], each["triton"]) for each in (own, latest)]
-    assert pairs[0] in versions.PAIRS.items()
-    assert pairs[1] == list(versions.PAIRS.items())[-1]
-    assert own["triton"] in versions.VERIFIED_TRITON
+    assert others("requirements.txt") == others("requirements-latest.txt")
+    assert unknown(*LATEST, USUAL, LATEST) == []
+    assert USUAL[1] in versions.VERIFIED_TRITON
+
+
+def test_the_weekly_workflow_takes_the_newest_and_the_oldest_pair() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())
+    assert workflow[True]["schedule"]  # YAML 1.1 reads "on" as true
+    newest, oldest = workflow["jobs"]["quick"]["strategy"]["matrix"]["requirements"]
+    assert newest == "-r requirements-latest.txt"
+    torch, triton = next(iter(versions.PAIRS.items()))
+    assert f"torch=={torch}.0 triton=={triton} " in oldest
+    assert any("--with newest" in step.get("run", "") for step in workflow["jobs"]["eye"]["steps"])
 
 
 @pytest.mark.parametrize(
@@ -210,10 +218,11 @@ def test_a_triton_that_cannot_be_imported_is_named(command, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_the_compile_report_runs_with_another_triton(tmp_path) -> None:
-    """Which pip takes from a folder here. It has no Gluon, and so is told apart from the installed one."""
+def test_the_compile_report_runs_with_another_triton_where_none_is_installed(tmp_path) -> None:
+    """Which pip takes from a folder here, and which tells that it is imported."""
+    stand_in(tmp_path, "triton", "raise ModuleNotFoundError(name='triton')")
     with zipfile.ZipFile(tmp_path / "triton-9.9.9-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("triton/__init__.py", "")
+        wheel.writestr("triton/__init__.py", "print('this is 9.9.9')")
         about = "triton-9.9.9.dist-info"
         wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: triton\nVersion: 9.9.9\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -222,6 +231,7 @@ def test_the_compile_report_runs_with_another_triton(tmp_path) -> None:
     report = "-m", "kernels.compile_report", "--with", "triton==9.9.9"
     done = python(*report, folder=tmp_path, **pip)
     assert done.returncode == 1
+    assert "this is 9.9.9" in done.stdout, done.stderr
     assert "needs a triton with Gluon" in done.stderr
 
 
@@ -231,12 +241,34 @@ def test_another_triton_must_be_a_release() -> None:
 
 
 def test_releases_that_are_newer_than_those_we_know_are_named() -> None:
-    newest = list(versions.PAIRS.items())[-1]
-    assert "newer" not in compared(*newest)
-    assert (
-        compared("99.0.0", newest[1]).splitlines()[0].startswith("torch 99.0.0: newer than versions.py knows")
-    )
-    assert "triton 99.0.0: newer than versions.py knows" in compared(newest[0], "99.0.0")
+    (torch, triton), newer = LATEST, [f"{each}.1" for each in LATEST]
+    assert unknown(torch, triton, USUAL, LATEST) == unknown(f"{torch}+cpu", "3.7.1", USUAL, LATEST) == []
+    assert unknown(*newer, USUAL, LATEST) == [
+        f"{package} {each}.1 is newer than the newest that we know, {each}"
+        for package, each in zip(("torch", "triton"), LATEST, strict=True)
+    ]
+
+
+def test_pins_that_are_no_pair_of_versions_are_named() -> None:
+    assert unknown(*LATEST, (USUAL[0], "9.9.9"), LATEST) == [
+        f"torch {USUAL[0]} with triton 9.9.9 is pinned, which is no pair of versions.py"
+    ]
+    (line,) = unknown(*USUAL, USUAL, USUAL)
+    assert line.startswith(f"requirements-latest.txt pins torch {USUAL[0]}, versions.py knows ")
+
+
+@pytest.mark.parametrize("report", [0, 1, 2])
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_release_that_we_do_not_know_ends_the_weekly_look_in_a_line_and_a_code(
+    monkeypatch, capsys, newer, report
+) -> None:
+    releases = {"torch": LATEST[0], "triton": LATEST[1] + ".1" * newer}
+    monkeypatch.setattr(other_triton, "newest", releases.get)
+    monkeypatch.setattr(other_triton, "_run_with", lambda requirement, module, arguments: report)
+    assert report_with("newest", "kernels.compile_report", []) == (report or newer)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == newer
+    assert all(line.startswith(f"--with newest: triton {LATEST[1]}.1 is newer") for line in lines)
 
 
 @pytest.mark.slow

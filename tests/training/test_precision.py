@@ -1,10 +1,13 @@
-"""torch.compile's cache on disk is kept apart by precision, which PyTorch itself does only from 2.13 on."""
+"""torch.compile's cache on disk is kept apart by precision, as PyTorch does only from 2.13 on; what it fuses."""
 
 import os
+from pathlib import Path
 
 import torch
 
 from training import precision
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_compile_cache_tag_is_the_users_tag_followed_by_the_dtype(monkeypatch):
@@ -30,3 +33,10 @@ def test_triton_fuses_what_torch_generates_as_our_kernels_unless_the_user_says_o
     monkeypatch.delenv(name)
     precision.compiled(torch.nn.Linear(1, 1), torch.bfloat16)
     assert os.environ[name] == "1"
+
+
+def test_whoever_compiles_asks_for_that_fusion():
+    packages = "kernels", "model", "training", "data", "reproduce", "benchmarks"
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    calls = [str(file.relative_to(ROOT)) for file in files if "torch.compile(" in file.read_text()]
+    assert calls == ["kernels/fusion.py"]
