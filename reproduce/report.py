@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -30,9 +30,9 @@ from .experiment import (
 from .perplexity_figures import compares, runs
 from .perplexity_verdicts import judge_between_devices, judge_extended
 from .plots import can_draw
-from .results import changed_since, faster_since, host_load, read_all, slug
+from .report_notes import EARLIER, name_of, notes
+from .results import changed_since, host_load, read_all, slug
 from .sparse import judge_beside_others
-from .standard import NAME as STANDARD
 
 HOW_TO_READ = (
     "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
@@ -42,13 +42,9 @@ HOW_TO_READ = (
     "down to half of its time (kernels/log/history.md): by arithmetic that changes C6's verdict alone, which counts "
     "them. Of figures of one kind the first table has the least flattering."
 )
-# These time whole steps, of which waiting for the host is a part: of more kernels than CUDA queues, all are late.
-OF_STEPS = ("training", "encoders")
 IN_PART = "reproduced in part"
 # Of a claim that nothing but counts is compared for: no run could contradict what a kernel is written to do.
 BY_COUNT = "by count alone"
-# The state of a complete run beside a newer partial one: it counts where that has no figure.
-EARLIER = "earlier run"
 COMPARED = {REPRODUCED, NOT_REPRODUCED}
 # The states of a claim, in the order in which they are counted.
 STATES = (REPRODUCED, IN_PART, BY_COUNT, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
@@ -254,7 +250,7 @@ def build(directory: Path) -> Page:
     documents = read_all(directory, EXPERIMENTS, page.notes.append)
     names: set[str] = set()
     for document in sorted(documents, key=lambda each: not ran_on_gpu(each)):
-        if (name := _name(document)) in names:
+        if (name := name_of(document)) in names:
             document["state"] = EARLIER
             page.notes.append(f"{name}: what it lacks is an earlier, complete run's")
         elif document["state"] != "complete":
@@ -264,7 +260,7 @@ def build(directory: Path) -> Page:
         try:
             _add(page, document, directory)
         except Exception as error:
-            page.notes.append(f"{_name(document)} cannot be judged: {type(error).__name__}: {error}")
+            page.notes.append(f"{name_of(document)} cannot be judged: {type(error).__name__}: {error}")
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     _add_between_devices(page, curves)
     _add_pairs(page, curves, directory)
@@ -272,7 +268,7 @@ def build(directory: Path) -> Page:
         device = verdict.basis.partition(",")[0]
         own, others = (page.sources[name, device] for name in ("sparse", "attention"))
         page.claims["C10"].figures.append(Figure(verdict, own, others=others))
-    page.notes += _notes(page.documents)
+    page.notes += notes(page.documents)
     for file in sorted(directory.glob(f"*/{long_run.FILE}")):
         try:
             _add_long_run(page, json.loads(file.read_text()), file.with_suffix(".svg"))
@@ -371,69 +367,6 @@ def _headlines(documents: list[Results], directory: Path) -> Iterator[Path]:
             yield path
 
 
-def _notes(documents: list[Results]) -> Iterator[str]:
-    """What a reader has to know of the runs."""
-    yield from _listed("code has changed since these were run (Runs tells what)", documents, changed_since)
-    for document in documents:
-        yield from (f"{_name(document)}, {words}" for words in faster_since(document))
-        if document["experiment"] in OF_STEPS:
-            continue
-        rounds: Counter[str] = Counter()  # late ones, whose times may include waiting; see `timing.Timed`
-        for sample in document["samples"]:
-            rounds.update(sample.get("late", {}))
-        if rounds:
-            late = ", ".join(f"{name} in {count}" for name, count in rounds.most_common())
-            yield (
-                f"in some rounds of {_name(document)} the device waited for the host, so their times may include "
-                f"it: {late}"
-            )
-    yield from _listed("timed in one process, so their figures have no range yet", documents, _timed_once)
-    for document in documents:
-        if parts := _parts_timed_once(document):
-            yield f"of {_name(document)} one process timed {', '.join(sorted(parts))}"
-    yield from _listed("some samples failed, whose files say why", documents, _failed)
-    words = "of older code, whose standard attention is slower than today's: its mask by masked_fill, its scale apart"
-    yield from _listed(words, documents, _older_standard)
-
-
-def _listed(words: str, documents: list[Results], holds: Callable[[Results], object]) -> Iterator[str]:
-    """The documents of which it holds, if any, by device: "WORDS: attention, history on NVIDIA H200; ..."."""
-    names: dict[str, list[str]] = {}
-    for document in filter(holds, documents):
-        names.setdefault(document["device"], []).append(document["experiment"] + _earlier(document))
-    if names:
-        by_device = [f"{', '.join(experiments)} on {device}" for device, experiments in names.items()]
-        yield f"{words}: {'; '.join(by_device)}"
-
-
-def _timed_once(document: Results) -> bool:
-    timings = [sample for sample in document["samples"] if "ms" in sample]
-    return bool(timings) and not any(sample.get("process") for sample in timings)
-
-
-def _parts_timed_once(document: Results) -> set[str]:
-    """Parts of an experiment that one process timed, where others have timed other parts."""
-    processes: dict[str, set[int]] = {}
-    for sample in document["samples"]:
-        if "ms" in sample and "part" in sample:
-            place = " ".join(
-                str(sample[key]) for key in ("part", "mode", "model", "context") if key in sample
-            )
-            processes.setdefault(place, set()).add(sample.get("process", 0))
-    return set() if _timed_once(document) else {part for part, its in processes.items() if len(its) == 1}
-
-
-def _failed(document: Results) -> bool:
-    return any("failed" in sample for sample in document["samples"])
-
-
-def _older_standard(document: Results) -> bool:
-    """Whether it timed standard attention before aae4db6, with which three processes came too."""
-    run = f"{EXPERIMENTS[document['experiment']].path}.run"
-    beside = any(STANDARD in sample.get("ms", ()) for sample in document["samples"])
-    return beside and _timed_once(document) and run in changed_since(document)
-
-
 def _missing(judged: Judged, documents: list[Results]) -> Iterable[Verdict]:
     """A "not measured" row if no document has a row for the claim, or none from a GPU where it takes a GPU."""
     claim = judged.claim
@@ -447,14 +380,6 @@ def _missing(judged: Judged, documents: list[Results]) -> Iterable[Verdict]:
 
 def ran_on_gpu(document: Results) -> bool:
     return document["environment"]["device"].startswith("cuda")
-
-
-def _name(document: Results) -> str:
-    return f"{document['experiment']} on {document['device']}" + _earlier(document)
-
-
-def _earlier(document: Results) -> str:
-    return f" ({EARLIER})" * (document["state"] == EARLIER)
 
 
 # ---- words -------------------------------------------------------------------------------------------

@@ -68,9 +68,9 @@ def whole(sample: dict) -> bool:
 
 
 def apart(documents: list[Document]) -> list[Document]:
-    """Without those that another went on from: their samples and seconds are in it."""
+    """Without those that a later one went on from: their samples and seconds are in it."""
     samples = [{json.dumps(each, sort_keys=True) for each in one["samples"]} for one in documents]
-    return [one for one, own in zip(documents, samples, strict=True) if not any(own < of for of in samples)]
+    return [one for n, one in enumerate(documents) if not any(samples[n] <= of for of in samples[n + 1 :])]
 
 
 def slices(documents: list[Document]) -> Document:
