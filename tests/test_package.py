@@ -61,7 +61,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-@pytest.mark.slow
 def test_the_wheel_contains_what_runs_and_no_more(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"tilegpt/{leaf}/py.typed" for leaf in LEAVES} < names
@@ -141,7 +140,6 @@ print(name, trained, importlib.util.find_spec("tilegpt.kernels").origin)
 """
 
 
-@pytest.mark.slow
 def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(installed, tmp_path):
     """Compiling a kernel for a GPU shows that triton is enough; data and the interpreter say what they need."""
     python = installed("torch", "triton")
@@ -181,7 +179,6 @@ print(corpus.directory)
 """
 
 
-@pytest.mark.slow
 def test_data_prepares_and_inspects_a_corpus_from_the_wheel_with_its_extra(installed, tmp_path):
     python = installed(*PROJECT["optional-dependencies"]["data"])
     (tmp_path / "text.txt").write_text("once/upon/a/time")
