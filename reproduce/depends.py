@@ -41,6 +41,7 @@ UNTOUCHED: dict[str, str] = {
     "15be1ba293": "precision.compiled: it names how Triton fuses multiplications, as it did",
     "128c173582": "history.run: flash1 and two_pass are timed with one tile too; all else is as before",
     "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
+    "93f779ba6f": "flash1.BACKWARD: another tile at head_dim 128, where only history times, its table's fastest",
     "17810fae95": "documents.run: `fa4 itself` is new, timed in turns with the others; their calls are as before",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }

@@ -25,9 +25,9 @@ from .scores import seen
 Tensor = torch.Tensor
 # largest head_dim served -> tile
 FORWARD = {64: Tile(128, 128, 8, 1), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
-BACKWARD = {64: Tile(32, 128, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
-# Those that sm_90's registers hold, or nearly: the first of each is the above, an H200's fastest (LOG.md, which says
-# what 64x32 of the backward at 128 did).
+BACKWARD = {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(16, 16, 8, 1)}
+# Those that sm_90's registers hold, or nearly: the first of each is the above, the fastest on Hopper (LOG.md, which
+# says what 64x32 of the backward at 128 did).
 CANDIDATES = {
     ("forward", 64): (
         FORWARD[64],
@@ -38,7 +38,7 @@ CANDIDATES = {
     ),
     ("forward", 128): (FORWARD[128], Tile(64, 64, 8, 2), Tile(64, 64, 4, 1)),
     ("backward", 64): (BACKWARD[64], Tile(64, 32, 8, 1), Tile(32, 64, 8, 2)),
-    ("backward", 128): (BACKWARD[128], Tile(32, 64, 8, 1)),
+    ("backward", 128): (BACKWARD[128], Tile(32, 32, 8, 1)),
 }
 _forced: dict[str, Tile] = {}
 
