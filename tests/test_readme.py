@@ -131,6 +131,45 @@ def test_training_table_shows_the_measured_tokens_per_second_and_mfu(card: str, 
                 assert share == f"{100 * mfu(results, sample, contenders[0]).median:.1f}", (name, group)
 
 
+VERSIONS = ROOT / "results" / "versions"
+
+
+def test_the_newest_versions_tables_are_those_of_their_files() -> None:
+    def of(version: str, experiment: str) -> dict:
+        (path,) = (VERSIONS / version).glob(f"*/{experiment}.partial.json")
+        return json.loads(path.read_text())
+
+    steps, *rows = table("| | torch 2.13.0, triton 3.7.1, cuDNN 9.20")
+    for column, head in enumerate(steps[1:], 1):
+        torch, triton, cudnn = (word.split()[1] for word in head.split(", "))
+        results = of(f"torch-{torch}", "training")
+        environment = results["environment"]
+        assert environment["torch"].startswith(torch)
+        assert environment["triton"] == triton
+        assert str(environment["cudnn"]).startswith(cudnn.replace(".", ""))
+        (sample,) = timed(results, kind="speed")
+        for name, *cells in rows:
+            contender = CONTENDERS.get(name.strip("*"), ("nanogpt",))[0]
+            (memory,) = pick(results, kind="memory", contender=contender)
+            rates = rate(sample, contender)
+            figures = [f"{each / 1e3:.0f}" for each in (rates.median, rates.low, rates.high)]
+            assert numbers(cells[column - 1]) == [*figures, f"{memory['peak_bytes'] / 2**30:.1f}"], name
+
+    ratios, *rows = table("| length, head_dim, mask | 9.28.1")
+    for column, cudnn in enumerate(ratios[1:]):
+        samples = timed(of(f"cudnn-{cudnn}", "attention"), kind="time")
+        for shape, *cells in rows:
+            length, head_dim, mask = shape.split(", ")
+            place = {"length": int(length), "head_dim": int(head_dim), "causal": mask == "causal"}
+            (sample,) = (each for each in samples if place.items() <= each.items())
+            assert len(took(sample, "flash", "forward")) == 3
+            found = (
+                took(sample, "flash", phase).median / took(sample, "sdpa_cudnn", phase).median
+                for phase in ("forward", "backward")
+            )
+            assert numbers(cells[column]) == [f"{each:.2f}" for each in found], (shape, cudnn)
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_readmes_results_are_those_of_the_training_experiment(card: str) -> None:
     rows = [row.split("|")[1:-1] for row in (ROOT / "README.md").read_text().splitlines() if "| " in row]
