@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -64,7 +64,8 @@ class Throughput:
     is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
-    `forward_backward`, `blocks` (a sharded model's, in the forward: no wait for parts; perf/ has it in the former),
+    `forward_backward`, `blocks` (a sharded model's, in the forward: no wait for parts), `attention` (of ranks that
+    share sequences, who wait for each other in it; not with CUDA graphs; perf/ has both in forward_backward),
     `exchange` (of gradients and parts, where nothing hides it: `replicated`, `time_blocks`) and `optimizer` (with
     unscaling and clipping). The remainder is logging and the loop itself.
     """
@@ -91,6 +92,10 @@ class Throughput:
     def begins(self, phase: str) -> None:
         """What follows is of `phase`, until another begins or the step ends."""
         self._phases.begin(phase)
+
+    def attends(self) -> AbstractContextManager[None]:
+        """What is done in it is `attention`, if it is of a step; what follows is of the phase before."""
+        return self._phases.within("attention")
 
     def step(self) -> None:
         """Count one optimizer step, just done or at least queued on the device."""
@@ -147,6 +152,16 @@ class Phases:
         """What follows is not counted."""
         self._stamps.append((None, self._now()))
 
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """`phase` inside of another one, which then goes on. Outside of any, as in an evaluation, nothing counts."""
+        outer = self._stamps[-1][0] if self._stamps else None
+        if outer:
+            self.begin(phase)
+        yield
+        if outer:
+            self.begin(outer)
+
     def read(self) -> dict[str, float]:
         """Seconds by phase since the last read. The device must have been synchronised since the last `end`."""
         seconds: Counter[str] = Counter()
@@ -178,8 +193,8 @@ def performance(
         return {}
     tokens_per_second = tokens_per_step / seconds["step"]
     seconds = dict(seconds)
-    if inner := seconds.pop("blocks", None):
-        seconds["forward_backward"] += inner
+    for inner in {"blocks", "attention"} & seconds.keys():
+        seconds["forward_backward"] += seconds.pop(inner)
     metrics = {f"perf/{name}_ms": each * 1e3 for name, each in seconds.items()}
     metrics["perf/tokens_per_second"] = tokens_per_second
     if world.size > 1:
@@ -193,7 +208,7 @@ def slowest_rank(seconds: dict[str, float] | None, world: World) -> dict[str, fl
     """Which of several ranks computes longest, and how many times as long as the median one. All ranks call it."""
     if world.size == 1 or seconds is None:
         return {}
-    # Where a rank does not wait for another's gradients, nor for another's parts of the model.
+    # Where a rank does not wait for another's gradients, parts of the model, or keys and values.
     computing = world.gather(seconds["data"] + seconds.get("blocks", seconds["forward_backward"]))
     longest = max(computing)
     ratio = longest / statistics.median_low(computing)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from data.loader import Batches, EvaluationBatches, prefetch
+from kernels.ring.api import passes_within
 
 from . import checkpoint, hellaswag
 from .building import build
@@ -111,7 +112,9 @@ class Trainer:
         self.done = self.plan.start.step
         summary: dict[str, Any] = {}
         try:
-            with self.interrupt.listening(), self.watch.watching():
+            # Stamped while a CUDA graph is recorded, an event has no time of its own, and no replay stamps another.
+            attends = nullcontext if self.plan.how.graphs else self.throughput.attends
+            with self.interrupt.listening(), self.watch.watching(), passes_within(attends):
                 self.recorder.begin()
                 steps = self.config.trainer.steps
                 self.progress = Progress(self.plan.start.step, steps, shown=self.world.is_main)

@@ -1,5 +1,7 @@
 """Ring attention as a function: its checks, its operators, and autograd through them."""
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -129,10 +131,28 @@ class Asked(NamedTuple):
         return passes.Pass(ring, layout, compute_of(self.attention, self.tier), self.scale, self.cu_seqlens)
 
 
+_around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+@contextmanager
+def passes_within(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Have each pass run in an `around()`: a rank that waits for others does so there.
+
+    torch.compile does not see it. What replays CUDA graphs calls it while it records, and not again.
+    """
+    global _around
+    before, _around = _around, around
+    try:
+        yield
+    finally:
+        _around = before
+
+
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, *asked: Any) -> tuple[Tensor, Tensor]:
     """The forward operator: out like q, and lse. asked: the fields of Asked."""
     how = Asked(*asked)
-    return how.order.forward(how.over(q.shape[2]), q, k, v)
+    with _around():
+        return how.order.forward(how.over(q.shape[2]), q, k, v)
 
 
 def ring_backward(
@@ -147,7 +167,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward operator: dq like q, dk and dv contiguous."""
     how = Asked(*asked)
-    return how.order.backward(how.over(q.shape[2]), Whole(d_out, d_lse, out, lse), q, k, v)
+    with _around():
+        return how.order.backward(how.over(q.shape[2]), Whole(d_out, d_lse, out, lse), q, k, v)
 
 
 class RingAttention(torch.autograd.Function):

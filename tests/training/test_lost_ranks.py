@@ -1,5 +1,6 @@
 """Ranks that die, stop or hang, with real signals: they are named within a minute, and the run ends saved."""
 
+import json
 import os
 import re
 import signal
@@ -119,6 +120,56 @@ def test_a_rank_that_falls_behind_is_named(user_environment, tiny, tmp_path, sha
     # Stopped three quarters of the time it lost 3 to 33 times as much in ten runs beside three busy processes,
     # but once 1.4 in the whole suite, and once less, beside six.
     assert lost[1] > lost[0]
+
+
+# The last rank sleeps in each block, not in its attention, where the others wait for it.
+SLEEPS = """
+import json, sys, time
+from pathlib import Path
+from training.command_line import composed
+from training.distributed import world
+from training.trainer import Trainer
+
+with world(sys.argv[1]) as ranks:
+    for name, settings in json.loads(sys.argv[2]).items():
+        run = Trainer(composed(*settings), Path(name), ranks)
+        if ranks.rank == ranks.size - 1:
+            for block in run.model.h:
+                block.mlp.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+        run.run()
+"""
+
+
+def check_the_last_is_named(ranks: int, runs: dict[str, list[str]], folder, environment, device: str) -> None:
+    """runs: name -> settings."""
+    (folder / "sleeps.py").write_text(SLEEPS)
+    done = subprocess.run(
+        torchrun(ranks, "sleeps.py", device, json.dumps(runs)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    last = ranks - 1
+    for name in runs:
+        slowest = list(measured(folder / name, "perf/slowest_rank").values())
+        assert len(slowest) > 5
+        assert slowest.count(last) > 0.7 * len(slowest), (name, slowest)  # other processes slow others
+    named = re.findall(rf"^rank {last} computes \d+\.\d times as long as the", done.stdout, re.MULTILINE)
+    assert len(named) == len(runs), done.stdout
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_among_those_that_share_its_sequences(user_environment, tiny, tmp_path):
+    runs = {
+        "two by two, gathered": ["parallel.context=2"],
+        "ring": ["parallel.context=4", "parallel.gather_keys=false", "trainer.eval_every=4"],
+        "blocks": ["parallel.context=4", "parallel.shard=full", "parallel.recompute=block"],
+    }
+    runs = {name: [*tiny, "model.n_layer=2", *settings] for name, settings in runs.items()}
+    check_the_last_is_named(4, runs, tmp_path, user_environment, "cpu")
 
 
 # Rank 1 stays alive, and does nothing from its sixth step on, until torchrun ends it.

@@ -79,6 +79,24 @@ def test_a_step_is_split_into_its_phases(clock):
     assert meter.mean == pytest.approx({"step": (6 * 8 + 1) / 6, **phases})
 
 
+def test_the_attention_of_ranks_that_share_sequences_is_apart_from_their_computing(clock):
+    meter = Throughput(CPU, warmup_steps=1)
+    for number, _ in enumerate(meter.waiting(arriving([1] * 3, clock.sleep))):
+        for _ in range(2):
+            clock.sleep(2)
+            with meter.attends():
+                clock.sleep(4)
+        clock.sleep(1)
+        meter.step()
+        if number:  # an evaluation
+            with meter.attends():
+                clock.sleep(100)
+            meter.resume() if number == 1 else None
+    times = meter.mark()
+    assert times == {"step": 114, "data": 1, "forward_backward": 5, "attention": 8}
+    assert performance(times, 1, 1, CPU)["perf/forward_backward_ms"] == 13e3
+
+
 def test_the_final_report_warns_of_large_variations_in_speed(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     summary = dict.fromkeys(("val/loss", "val/perplexity", "val/bits_per_byte", "seconds"), 1.0)

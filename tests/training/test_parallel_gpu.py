@@ -12,6 +12,7 @@ import torch
 
 from tests.conftest import losses, measured
 from tests.training.ranks import logged, processes, run, started_on, train_on, wait_until
+from tests.training.test_lost_ranks import check_the_last_is_named
 from training.checkpoint import find, load_weights, saved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -127,3 +128,12 @@ def test_a_lost_rank_is_named_and_the_run_is_saved(user_environment, large, tmp_
     step = int(stopped[1].replace(",", ""))
     assert [path.name for path in saved(tmp_path / "run")] == [f"step-{step:08d}"]
     assert all(each.isfinite().all() for each in load_weights(find(tmp_path / "run"), "cpu").values())
+
+
+def test_a_slow_rank_is_named_among_those_that_share_its_sequences(user_environment, large, tmp_path):
+    shared = [*large, "parallel.context=2", "trainer.compile=false"]
+    runs = {
+        "ring": [*shared, "parallel.gather_keys=false"],
+        "gathered": [*shared, "parallel.gather_keys=true"],
+    }
+    check_the_last_is_named(2, runs, tmp_path, user_environment, "cuda")
