@@ -110,7 +110,8 @@ def page(directory: Path) -> tuple[str, str]:
     counts: Counter[str] = Counter()
     sections = []
     shown: set[tuple[str, str, str]] = set()  # of an earlier run, what the newer one lacks is added
-    for document in read_all(directory, SOURCES):
+    documents = list(read_all(directory, SOURCES))
+    for document in documents:
         name, device = document["experiment"], document["device"]
         module = importlib.import_module(f"benchmarks.{name}")
         aims = module.aims(document)
@@ -128,6 +129,10 @@ def page(directory: Path) -> tuple[str, str]:
         processes = {sample.get("process") for sample in document["samples"] if sample["kind"] in TIMED}
         sections += ["One process: no range.", ""] if len(processes) == 1 else []
         sections += [f"Load of the host: {load}.", ""] if (load := host_load(document)) else []
+        if hasattr(module, "unmeasured"):
+            alike = [each for each in documents if (each["experiment"], each["device"]) == (name, device)]
+            missing = module.unmeasured(sample for each in alike for sample in each["samples"])
+            sections += [f"Not measured: {', '.join(missing)}.", ""] if missing else []
         sections += markdown_table(HEADER, rows(aims))
         picture = Path(slug(device), f"{name}.svg")
         if hasattr(module, "draw") and (directory / picture).exists():

@@ -43,6 +43,7 @@ UNTOUCHED: dict[str, str] = {
     "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
     "93f779ba6f": "flash1.BACKWARD: another tile at head_dim 128, where only history times, its table's fastest",
     "17810fae95": "documents.run: `fa4 itself` is new, timed in turns with the others; their calls are as before",
+    "7c2c0ad36a": "features.run: padding, windows, other head_dims, precise_delta are new; other calls are as before",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }
 UNTOUCHED |= dict.fromkeys(

@@ -191,12 +191,19 @@ for number, (what, select) in enumerate(ATTENTION, 1):
     JOBS[f"attention_{number}"] = Job(what, measure(f"slice reproduce attention --select {select}"))
 
 # A process takes a minute or more before its first time: FlashAttention-4 compiles.
-for number, name in enumerate(("softcap", "alibi_slopes", "sinks", "dropout_p"), 1):
-    JOBS[f"features_{number}"] = Job(
-        f"{name} beside other libraries",
-        measure(f"slice benchmarks features --select features={name}"),
-        limit=600,
-    )
+FEATURES = (
+    ("softcap beside other libraries", "features=softcap"),
+    ("ALiBi beside other libraries", "features=alibi_slopes"),
+    ("sinks beside other libraries", "features=sinks"),
+    ("dropout beside other libraries", "features=dropout_p"),
+    ("key padding beside other libraries", "features=kv_lengths"),
+    ("windows of unequal lengths beside other libraries", "features=window"),
+    ("head_dim 32, 80 and 96 beside other libraries", "features=head_dim other_head_dims=32,80,96"),
+    ("head_dim 160 and 192 beside other libraries", "features=head_dim other_head_dims=160,192"),
+    ("what precise_delta costs", "features=precise_delta"),
+)
+for number, (what, select) in enumerate(FEATURES, 1):
+    JOBS[f"features_{number}"] = Job(what, measure(f"slice benchmarks features --select {select}"), limit=600)
 
 TRAINING = (
     ("README: compiled, beside nanoGPT", "parts=compiled"),
