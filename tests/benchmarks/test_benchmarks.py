@@ -10,7 +10,7 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.aims import page
 from reproduce.experiment import pick
 
-SLOW = ("documents", "huggingface", "loss", "neighbour")  # 3 to 5 s of processor time each
+SLOW = ("documents", "features", "huggingface", "loss", "neighbour")  # 3 to 5 s of processor time each
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The features experiment: what libraries are asked for, which contenders are timed, and the verdicts. 15 s."""
+"""The features experiment: what libraries are asked for, which contenders are timed, and the verdicts. 10 s."""
 
 import json
 import re
