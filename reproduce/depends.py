@@ -42,6 +42,7 @@ UNTOUCHED: dict[str, str] = {
     "128c173582": "history.run: flash1 and two_pass are timed with one tile too; all else is as before",
     "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
     "93f779ba6f": "flash1.BACKWARD: another tile at head_dim 128, where only history times, its table's fastest",
+    "ffdc9e02a8": "precision.compiled: no cache tag from torch 2.13 on: where timed tiles are kept, not which",
     "17810fae95": "documents.run: `fa4 itself` is new, timed in turns with the others; their calls are as before",
     "7c2c0ad36a": "features.run: padding, windows, other head_dims, precise_delta are new; other calls are as before",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",

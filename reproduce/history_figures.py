@@ -11,6 +11,10 @@ from .timing import Times, gain, gains, medians, timed, took
 
 COUNTED = "counted on one head"
 BY_PRODUCTS = "not stated; 1.4x by the products"
+# Of flash1 where one of its tiles broke the race of all. The one that an H100 takes instead needs 0.52 of the time.
+UNRACED = (
+    "flash1 with the first of its tiles then, its backward up to twice as slow as with the best (history.md)"
+)
 
 
 def _formula(sample: Sample) -> int:
@@ -109,7 +113,15 @@ def _judge_order(results: Results, found: Verdicts) -> None:
             f"algorithm as printed, {_tiles(results, head_dim)}one program a head, its output in memory; the paper "
             "compares two CUDA kernels, of which FlashAttention's kept a head's output on the chip"
         )
+        if not _raced(results, head_dim):
+            passed, why = None, f"{UNRACED}; {why}"
         found.add("C18", what, _span(expected), _span(found_here), passed, why, ratio=ratio)
+
+
+def _raced(results: Results, head_dim: int) -> bool:
+    """Whether all of flash1's tiles were timed; where one failed, it ran with the first of its table."""
+    races = (sample for sample in results["samples"] if sample["kind"] == "flash1 tiles")
+    return all("ms" in sample for sample in races if sample["head_dim"] == head_dim)
 
 
 def _span(gains: Times) -> str:
@@ -148,10 +160,8 @@ def _judge_programs(results: Results, found: Verdicts) -> None:
         heads = sample["heads"]
         bound = max(1.0, min(sample["processors"], heads * sample["length"] / 64) / heads)
         where = f"batch * heads {heads}, {sample['length']} tokens"
-        passed = ratio.low >= 0.5 * bound
-        why = (
-            "at least half the bound; several programs on a processor can exceed it; of the two-pass forward"
-        )
+        passed = 0.5 * bound <= ratio.low <= ratio.high <= 2 * bound
+        why = "half to twice the bound, as several programs on a processor can exceed it; of the two-pass forward"
         if bound < 1.1:
             passed = 0.9 <= ratio.low <= ratio.high <= 1.15
             why = "0.9x to 1.15x: by the bound, heads alone fill the GPU; it leaves out shared processors"
@@ -192,6 +202,8 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
         why = f"geometric mean over {len(ratios)} lengths; both with one program a head"
         for tiles in pick(results, kind="flash1 tiles", head_dim=head_dim, kernel="backward"):
             why += f"; one pass at the fastest of {len(tiles['ms'])} tiles, two passes at their one"
+        if not _raced(results, head_dim):
+            why += f"; {UNRACED}"
         what = f"time of the backward in two passes over one, head_dim {head_dim}"
         found.add("C22", what, BY_PRODUCTS, Times.mean(ratios).shown(), None, why)
 

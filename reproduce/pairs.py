@@ -104,7 +104,7 @@ def _longest(trained: list[Trained]) -> list[Trained]:
 
 
 def judge(trained: list[Trained]) -> list[Verdict]:
-    """C12 by the mean over all pairs; the bound was set before the runs of pairs.json."""
+    """C12 by the mean over all pairs; the rule was set before the runs of pairs.json, which its number includes."""
     found, gap = matched(trained), weights_gap(trained)
     verdicts = Verdicts(", ".join(sorted({pair.naive.device for pair in found})))
     if len(found) < FEWEST or gap is None:
@@ -115,9 +115,14 @@ def judge(trained: list[Trained]) -> list[Verdict]:
     what = f"flash minus naive, mean over {len(found)} pairs of runs of {tokens:.0f} M tokens"
     ours = f"{mean:+.4f} nats, 95 % interval {mean - half:+.4f} to {mean + half:+.4f}"
     why = (
-        f"the bound, set before the last of them were run: the interval holds 0, and its ends are nearer to it than "
-        f"runs of other weights are apart on average ({gap:.4f}). By pair: {', '.join(f'{x:+.4f}' for x in apart)}"
+        "the rule, set before the last of them were run: the interval holds 0, and its ends are nearer to it than "
+        f"runs of other weights are apart on average, {gap:.4f}"
     )
+    if before := weights_gap([run for run in trained if not run.document.startswith(FILE)]):
+        why += f" (by those run before it, {before:.4f})"
+    if len({pair.naive.weights for pair in found}) < len(found):
+        why += "; the same weights on two GPUs are two pairs"
+    why += f". By pair: {', '.join(f'{each:+.4f}' for each in apart)}"
     verdicts.add("C12", what, "the same", ours, abs(mean) <= half and abs(mean) + half < gap, why)
     return verdicts
 

@@ -40,25 +40,27 @@ HOW_TO_READ = (
     "a bound must hold in each of them, and faster means that the ranges do not overlap: one process has none. "
     "Standard attention is the fastest of the eager forms timed here; those that use what a mask looks like take "
     "down to half of its time (kernels/log/history.md): by arithmetic that changes C6's verdict alone, which counts "
-    "them. Of figures of one kind the first table has the least flattering."
+    "them. Of figures of one kind the first table has the least flattering; a figure that several GPUs have counts "
+    "once, by the worst."
 )
 IN_PART = "reproduced in part"
 # Of a claim that nothing but counts is compared for: no run could contradict what a kernel is written to do.
 BY_COUNT = "by count alone"
 COMPARED = {REPRODUCED, NOT_REPRODUCED}
+WORST_FIRST = (NOT_REPRODUCED, REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 # The states of a claim, in the order in which they are counted.
 STATES = (REPRODUCED, IN_PART, BY_COUNT, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 # Headers: of the first screen, of a claim's figures, and of what produced them. Cells are Markdown.
-FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict", "on")
+FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict")
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
 RUN_COLUMNS += ("host load", "changed since")
-# The figures of the first screen: subject -> (claim, words in their names). Like for like: eager steps for speed, the
-# same shape for memory.
+# The figures of the first screen: subject -> (claim, words in their names, of which the first that are there count).
+# Like for like: eager steps for speed, the same shape for memory, and of perplexity all pairs before one.
 FIRST = {
     "speed": ("C11", "gpt2_small, whole stack: ours with flash"),
     "memory": ("C8", "peak memory at 4096"),
-    "perplexity": ("C12", "validation curve of flash against naive"),
+    "perplexity": ("C12", "flash minus naive, mean over", "validation curve of flash against naive"),
 }
 
 
@@ -107,19 +109,19 @@ class Judged:
 
     @property
     def statuses(self) -> tuple[Counter[str], Counter[str]]:
-        """Of every figure, those by count apart, in the second.
+        """Of every figure, those by count apart, in the second; of one that several GPUs have the worst.
 
-        A CPU's is left out where a GPU has it too, and one not measured where another has it.
+        A CPU's is left out where a GPU has it too.
         """
         names = {figure.verdict.what for figure in self.on_gpu}
         shown = self.on_gpu + [each for each in self.on_cpu if each.verdict.what not in names]
-        verdicts = [figure.verdict for figure in shown]
-        had = [each for each in verdicts if each.status != NOT_MEASURED]
+        worst: dict[str, Verdict] = {}
+        for verdict in (figure.verdict for figure in shown):
+            known = worst.setdefault(verdict.what, verdict)
+            worst[verdict.what] = min(known, verdict, key=lambda each: WORST_FIRST.index(each.status))
         measured, counted = (
-            Counter(each.status for each in had if each.by_count is by) for by in (False, True)
+            Counter(each.status for each in worst.values() if each.by_count is by) for by in (False, True)
         )
-        if missing := {each.what for each in verdicts} - {each.what for each in had}:
-            measured[NOT_MEASURED] = len(missing)
         return measured, counted
 
     @property
@@ -166,13 +168,17 @@ class Page:
 def first_rows(page: Page) -> list[list[str]]:
     """A row for each subject, in FIRST_COLUMNS: the least flattering of its figures, on every GPU that has it now."""
     rows = []
-    for subject, (claim, words) in FIRST.items():
-        figures = page.claims[claim].on_gpu
-        found = [each for each in figures if words in each.verdict.what and EARLIER not in each.verdict.basis]
-        worst = min(found or figures, key=_flattery).verdict.what
-        shown = [each for each in found or figures if each.verdict.what == worst]
-        cells = [(each.verdict.ours or NOT_MEASURED, each.verdict.status, each.link) for each in shown]
-        rows.append([subject, worst, shown[0].verdict.paper, *map("; ".join, zip(*cells, strict=True))])
+    for subject, (claim, *names) in FIRST.items():
+        figures = [each for each in page.claims[claim].on_gpu if EARLIER not in each.verdict.basis]
+        kinds = ([each for each in figures if words in each.verdict.what] for words in names)
+        found = next(filter(None, kinds), page.claims[claim].on_gpu)
+        worst = min(found, key=_flattery).verdict.what
+        shown = [each for each in found if each.verdict.what == worst]
+        ours = [f"{each.link}: {each.verdict.ours}" if each.verdict.ours else NOT_MEASURED for each in shown]
+        verdicts = [each.verdict for each in shown]
+        by_card = len(shown) > 1  # then each says which
+        statuses = [f"{each.basis}: {each.status}" if by_card else each.status for each in verdicts]
+        rows.append([subject, worst, verdicts[0].paper, "; ".join(ours), "; ".join(statuses)])
     return rows
 
 
@@ -254,7 +260,7 @@ def build(directory: Path) -> Page:
             document["state"] = EARLIER
             page.notes.append(f"{name}: what it lacks is an earlier, complete run's")
         elif document["state"] != "complete":
-            page.notes.append(f"{name} is partial: it was interrupted or ran out of time")
+            page.notes.append(f"{name} is partial: not all of it was run")
         names.add(name)
         # One bad document must not lose the others' rows.
         try:

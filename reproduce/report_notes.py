@@ -1,6 +1,7 @@
 """What a reader of the report has to know of the runs behind it: late, alone, failed, or of older code."""
 
-from collections import Counter
+import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from .experiment import EXPERIMENTS, Results
@@ -31,8 +32,8 @@ def notes(documents: list[Results]) -> Iterator[str]:
             )
     yield from _listed("timed in one process, so their figures have no range yet", documents, _timed_once)
     for document in documents:
-        if parts := _parts_timed_once(document):
-            yield f"of {name_of(document)} one process timed {', '.join(sorted(parts))}"
+        for processes, points in sorted(_timed_by_fewer(document).items()):
+            yield f"of {name_of(document)}, {processes} process{'es' * (processes > 1)} timed {points}"
     yield from _listed("some samples failed, whose files say why", documents, _failed)
     words = "of older code, whose standard attention is slower than today's: its mask by masked_fill, its scale apart"
     yield from _listed(words, documents, _older_standard)
@@ -53,16 +54,22 @@ def _timed_once(document: Results) -> bool:
     return bool(timings) and not any(sample.get("process") for sample in timings)
 
 
-def _parts_timed_once(document: Results) -> set[str]:
-    """Parts of an experiment that one process timed, where others have timed other parts."""
-    processes: dict[str, set[int]] = {}
+def _timed_by_fewer(document: Results) -> dict[int, str]:
+    """How many processes -> what so few have timed, where the settings ask for more: parts by name, or how many."""
+    processes: dict[str, set[int]] = defaultdict(set)
     for sample in document["samples"]:
-        if "ms" in sample and "part" in sample:
-            place = " ".join(
-                str(sample[key]) for key in ("part", "mode", "model", "context") if key in sample
-            )
-            processes.setdefault(place, set()).add(sample.get("process", 0))
-    return set() if _timed_once(document) else {part for part, its in processes.items() if len(its) == 1}
+        if "ms" in sample and "process" in sample:
+            where = {k: v for k, v in sample.items() if isinstance(v, str | int) and k != "process"}
+            place = " ".join(str(where[key]) for key in ("part", "mode", "model", "context") if key in where)
+            processes[place if "part" in where else json.dumps(where)].add(sample["process"])
+    fewer: dict[int, list[str]] = defaultdict(list)
+    for place, its in processes.items():
+        if len(its) < document["settings"].get("processes", 1) and not _timed_once(document):
+            fewer[len(its)].append(place)
+    return {
+        count: f"{len(places)} of {len(processes)} points" if places[0][0] == "{" else ", ".join(places)
+        for count, places in fewer.items()
+    }
 
 
 def _failed(document: Results) -> bool:

@@ -127,7 +127,7 @@ def _judge_today(results: Results, found: Verdicts) -> None:
             over = f"Hugging Face, both compiled, {attention} attention, {rows} rows of vocabulary"
             why = (
                 f"{_beside(ours, theirs)}; the paper's is over the eager model of 2022, so today's do not count; "
-                "faster than each is our own aim"
+                "the benchmarks judge them"
             )
             what = f"gpt2_small, whole stack: ours over {over}"
             found.add("C11", what, NOT_STATED, gain.shown(), None, why)
@@ -179,6 +179,8 @@ def _judge_table_4(results: Results, found: Verdicts) -> None:
                 expected = paper.CONTEXT_DAYS[1024] / paper.CONTEXT_DAYS[context]
                 what = f"flash, context {context} over 1024, tokens/s at equal tokens a step, {mode}"
                 passed, why = gain.low >= bound, f"at least {bound}"
+                if 1024 not in at:
+                    why += "; 1024 in part small, timed apart"
                 found.times("C13", what, expected, gain, passed, why, form="{:.2f}")
         ours, theirs = rate(at.get(4096), "flash"), fastest_rate(base, EAGER)
         expected = paper.MEGATRON_DAYS / paper.CONTEXT_DAYS[4096]

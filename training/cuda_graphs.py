@@ -97,7 +97,7 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, whole: bool = Tr
 
 def replayed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """As `precision.compiled`, with replays. Its gradients are to be there when it is called."""
-    compiled(model, dtype)  # for the cache tag of the process; it compiles nothing before the first call
+    compiled(model, dtype)  # for an older torch's cache tag; it compiles nothing before the first call
     return fusion.compiled(model, mode="reduce-overhead")
 
 

@@ -1,4 +1,4 @@
-"""The precision a run computes in, and how it becomes part of the key of torch.compile's cache."""
+"""The precision a run computes in, and how it becomes part of the key of an older torch.compile's cache."""
 
 import sys
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import torch
 from torch import compiler, nn
 
 from kernels import fusion
+from kernels.versions import numbers_of
 
 from .config import Precision
 
@@ -29,14 +30,15 @@ def compiled(
 ) -> nn.Module:
     """torch.compile of a model that is called under autocast to dtype.
 
-    Call the model before compiling another for another dtype: the cache tag set here belongs to the process.
-
     Before PyTorch's pull request 181564 (in 2.13, not in 2.11) the key of its compiled graphs on disk lacked
     autocast's dtype: a bf16 run found the graph of an fp16 run of the same model, computed in fp16 without a gradient
-    scaler, and ended at a loss of 2.97 instead of 2.85. The tag keeps them apart.
+    scaler, and ended at a loss of 2.97 instead of 2.85. There a tag keeps them apart; it belongs to the process, so
+    call the model before compiling another for another dtype. Later ones get none: TorchInductor's compile workers do
+    not hear of it, so tiles were kept under a key that no run looked up, and each timed them anew. With 2.15 a
+    resumed run ended up to 7e-5 nats from the uninterrupted one (kernels/log/versions.md).
     """
-    # Read when the model is first called.
-    compiler.config.cache_key_tag = f"{_USERS_TAG}{dtype}"
+    if numbers_of(torch.__version__) < (2, 13):  # read when the model is first called
+        compiler.config.cache_key_tag = f"{_USERS_TAG}{dtype}"
     return fusion.compiled(model, backend=backend)
 
 

@@ -819,7 +819,7 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     assert [line for line in notes if "head_dim above 128" in line] == [
         f"note: attention on {GPU}, {depends.FASTER_SINCE[old]}"
     ]
-    assert f"note: of training on {GPU} one process timed small eager gpt2_small 1024" in notes
+    assert f"note: of training on {GPU}, 1 process timed small eager gpt2_small 1024" in notes
     assert not any("code has changed" in line for line in notes)
 
 
