@@ -29,10 +29,16 @@ def as_html(page: report.Page) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"markdown": _markdown, "svg": _svg}
+    environment.filters |= {"markdown": _markdown, "svg": _svg, "states": _states}
     return environment.get_template("report.html").render(
         page=page, report=report, marks=MARKS, papers=PAPERS
     )
+
+
+def _states(cell: str) -> list[tuple[str, str]]:
+    """(GPU, or "", and state) of a cell of states, "reproduced" or "A: reproduced; B: not reproduced"; else none."""
+    parts = [each.rpartition(": ") for each in cell.split("; ")]
+    return [(card, state) for card, _, state in parts] if all(part[2] in MARKS for part in parts) else []
 
 
 def _markdown(text: str) -> Markup:
