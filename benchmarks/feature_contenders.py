@@ -24,7 +24,11 @@ EFFICIENT, CUDNN, FLEX, FA4 = "sdpa_efficient", "sdpa_cudnn", "flex", "fa4"
 PADDING, WINDOW, HEAD_DIM, PRECISE = "kv_lengths", "window", "head_dim", "precise_delta"
 # What backends' libraries have beyond what these are registered with: a contender asks for it in its own way.
 BEYOND = {
-    **{"softcap": (FA4,), "alibi_slopes": (FA4,), "sinks": (FLEX, FA4), WINDOW: (FA4,), HEAD_DIM: (CUDNN,)},
+    "softcap": (FA4,),
+    "alibi_slopes": (FA4,),
+    "sinks": (FLEX, FA4),
+    WINDOW: (FA4,),
+    HEAD_DIM: (CUDNN,),
     PADDING: (EFFICIENT, CUDNN, FLEX, FA4),
 }
 SOFTCAP = 30.0

@@ -184,7 +184,7 @@ def draw(results: Results, path: Path) -> None:
             if over and name != OURS and not waited(sample, name) and not waited(sample, OURS):
                 panel.setdefault(name, {})[sample["length"]] = over.median
     drawn = [plots.lines(title, lines, up="time over flash's") for title, lines in panels.items()]
-    plots.draw(path, f"Forward + backward with a feature, causal, {results['device']}", drawn, columns=2)
+    plots.draw(path, f"Forward + backward with a feature, {results['device']}", drawn, columns=2)
 
 
 def aims(results: Results) -> list[Aim]:

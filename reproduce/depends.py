@@ -41,7 +41,7 @@ UNTOUCHED: dict[str, str] = {
     "15be1ba293": "precision.compiled: it names how Triton fuses multiplications, as it did",
     "128c173582": "history.run: flash1 and two_pass are timed with one tile too; all else is as before",
     "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
-    "93f779ba6f": "flash1.BACKWARD: another tile at head_dim 128, where only history times, its table's fastest",
+    "93f779ba6f": "flash1.BACKWARD: another tile at 128, where only history times: the fastest, or it says so",
     "ffdc9e02a8": "precision.compiled: no cache tag from torch 2.13 on: where timed tiles are kept, not which",
     "17810fae95": "documents.run: `fa4 itself` is new, timed in turns with the others; their calls are as before",
     "7c2c0ad36a": "features.run: padding, windows, other head_dims, precise_delta are new; other calls are as before",

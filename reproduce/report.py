@@ -41,13 +41,13 @@ HOW_TO_READ = (
     "Standard attention is the fastest of the eager forms timed here; those that use what a mask looks like take "
     "down to half of its time (kernels/log/history.md): by arithmetic that changes C6's verdict alone, which counts "
     "them. Of figures of one kind the first table has the least flattering; a figure that several GPUs have counts "
-    "once, by the worst."
+    "once, by the worst that could be compared."
 )
 IN_PART = "reproduced in part"
 # Of a claim that nothing but counts is compared for: no run could contradict what a kernel is written to do.
 BY_COUNT = "by count alone"
 COMPARED = {REPRODUCED, NOT_REPRODUCED}
-WORST_FIRST = (NOT_REPRODUCED, REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
+WORST_FIRST = (NOT_REPRODUCED, REPRODUCED, NOT_COMPARABLE)
 # The states of a claim, in the order in which they are counted.
 STATES = (REPRODUCED, IN_PART, BY_COUNT, NOT_REPRODUCED, NOT_COMPARABLE, NOT_MEASURED)
 # Headers: of the first screen, of a claim's figures, and of what produced them. Cells are Markdown.
@@ -55,8 +55,8 @@ FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict")
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
 RUN_COLUMNS += ("host load", "changed since")
-# The figures of the first screen: subject -> (claim, words in their names, of which the first that are there count).
-# Like for like: eager steps for speed, the same shape for memory, and of perplexity all pairs before one.
+# The figures of the first screen: subject -> (claim, words in their names); of several kinds the first that there is.
+# Like for like: eager steps for speed, the same shape for memory.
 FIRST = {
     "speed": ("C11", "gpt2_small, whole stack: ours with flash"),
     "memory": ("C8", "peak memory at 4096"),
@@ -115,14 +115,16 @@ class Judged:
         """
         names = {figure.verdict.what for figure in self.on_gpu}
         shown = self.on_gpu + [each for each in self.on_cpu if each.verdict.what not in names]
-        worst: dict[str, Verdict] = {}
-        for verdict in (figure.verdict for figure in shown):
-            known = worst.setdefault(verdict.what, verdict)
-            worst[verdict.what] = min(known, verdict, key=lambda each: WORST_FIRST.index(each.status))
-        measured, counted = (
-            Counter(each.status for each in worst.values() if each.by_count is by) for by in (False, True)
-        )
-        return measured, counted
+        verdicts = [figure.verdict for figure in shown]
+        had = [each for each in verdicts if each.status != NOT_MEASURED]
+        measured: dict[str, str] = {}
+        counted: dict[str, str] = {}
+        for each in sorted(had, key=lambda each: WORST_FIRST.index(each.status), reverse=True):
+            (counted if each.by_count else measured)[each.what] = each.status  # the worst is the last
+        statuses = Counter(measured.values())
+        if missing := {each.what for each in verdicts} - {each.what for each in had}:
+            statuses[NOT_MEASURED] = len(missing)
+        return statuses, Counter(counted.values())
 
     @property
     def state(self) -> str:

@@ -57,17 +57,19 @@ def _timed_once(document: Results) -> bool:
 def _timed_by_fewer(document: Results) -> dict[int, str]:
     """How many processes -> what so few have timed, where the settings ask for more: parts by name, or how many."""
     processes: dict[str, set[int]] = defaultdict(set)
+    in_parts = False
     for sample in document["samples"]:
         if "ms" in sample and "process" in sample:
+            in_parts = "part" in sample
             where = {k: v for k, v in sample.items() if isinstance(v, str | int) and k != "process"}
-            place = " ".join(str(where[key]) for key in ("part", "mode", "model", "context") if key in where)
-            processes[place if "part" in where else json.dumps(where)].add(sample["process"])
+            part = " ".join(str(where[key]) for key in ("part", "mode", "model", "context") if key in where)
+            processes[part if in_parts else json.dumps(where)].add(sample["process"])
     fewer: dict[int, list[str]] = defaultdict(list)
     for place, its in processes.items():
         if len(its) < document["settings"].get("processes", 1) and not _timed_once(document):
             fewer[len(its)].append(place)
     return {
-        count: f"{len(places)} of {len(processes)} points" if places[0][0] == "{" else ", ".join(places)
+        count: ", ".join(places) if in_parts else f"{len(places)} of {len(processes)} points"
         for count, places in fewer.items()
     }
 

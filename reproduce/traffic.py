@@ -356,5 +356,5 @@ def _judge_counters(results: Results, found: Verdicts) -> None:
         f"DRAM bytes over compulsory, {ours['length']} tokens",
         "1, if the caches serve every read but the first",
     )
-    why = "the paper does not say from where on all of it is compulsory; 1.5x was not reached"
+    why = "the paper does not say from where on all of it is compulsory"
     found.add("C29", what, theirs, f"{excess:.2f}x", None, why, ratio=excess)
