@@ -15,18 +15,20 @@ share.
 import os
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 # `python -m kernels.tune` loads this package before the module: an import raises, but a command ends with one line.
 if any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
     if find_spec("torch") is None:
-        sys.exit("error: not installed: torch (pip install -r requirements.txt)")
+        sys.exit("error: not installed: torch (pip install torch)")
     try:
         import_module("torch")
     except (ImportError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
+        number = version("torch").partition("+")[0]
+        fix = f"pip install --force-reinstall torch=={number}, and no other CUDA in LD_LIBRARY_PATH"
         sys.exit(f"error: torch cannot be imported: {reason} ({fix})")
 # In its interpreter `import triton` needs NumPy, and fails with more lines.
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") and not find_spec("numpy"):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from .features import FEATURES, is_used
+from .versions import kernels_lack, say_once
 
 AttentionFn = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])  # decorated, it keeps its type
@@ -198,6 +199,8 @@ def resolve_attention(
             asked = ", ".join(map(_in_words, sorted(request.features)))
             raise AttentionError(f"attention=auto: no backend supports {asked}")
         name = able[0]
+        if request.device.type == "cuda" and (lacking := kernels_lack()):
+            say_once(f"tilegpt: attention=auto takes {name}, since our kernels need {lacking}")
     elif refused := _refusal(name, request):
         raise refused
     function = get_attention(name)

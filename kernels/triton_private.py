@@ -13,6 +13,8 @@ from typing import Any
 import triton
 from triton.runtime import driver
 
+from .versions import remedy
+
 # What the launcher of a compiled kernel takes before the kernel's arguments. (3.6 names the first five only.)
 LAUNCHER = (
     *("gridX", "gridY", "gridZ", "stream", "function"),
@@ -34,8 +36,8 @@ def _says_what_moved(part: str) -> Callable[[Callable[[], bool]], Callable[[], b
                 found = False
             if not found:
                 print(
-                    f"tilegpt: triton {triton.__version__} has changed its {part}: launching without it, {COSTS}. "
-                    "`pip install -r requirements.txt` brings a triton that tilegpt knows.",
+                    f"tilegpt: triton {triton.__version__} has changed its {part}: launching without it, {COSTS} "
+                    f"({remedy()})",
                     file=sys.stderr,
                 )
             return found

@@ -54,8 +54,12 @@ def kernels_lack() -> str | None:
                 f"numpy before 2.4 in the interpreter of triton {triton.__version__}, not {numpy.__version__} "
                 "(pip install 'numpy<2.4')"
             )
+    if not has_gluon():  # Triton's C extension imports it to specialise a launch, whatever the kernel
+        return (
+            f"a triton with Gluon, which this triton {triton.__version__} is without ({remedy(again=True)})"
+        )
     if unknown := unknown_pair():
-        _say_once(f"tilegpt: {unknown} ({remedy()})")
+        say_once(f"tilegpt: {unknown} ({remedy()})")
     return None
 
 
@@ -81,15 +85,12 @@ def unknown_pair() -> str | None:
 
 
 def gluon_lacks() -> str | None:
-    """What the Hopper kernels would need of triton, or None. Imports triton."""
+    """What the Hopper kernels would need of a triton that the others run with, or None. Imports triton."""
     import triton
 
     verified = [(each, own) for each, own in PAIRS.items() if own in VERIFIED_TRITON]
     this = numbers_of(torch.__version__)
     pair = next((each for each in verified if numbers_of(each[0]) >= this), verified[-1])
-    if not has_gluon():
-        fix = _install(pair, again=True)
-        return f"a triton with Gluon, which this triton {triton.__version__} is without ({fix})"
     if triton.__version__ not in VERIFIED_TRITON:
         return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__} ({_install(pair)})"
     if unknown := unknown_pair():
@@ -156,7 +157,8 @@ def _own_pair() -> tuple[str, str]:
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
+    """Print a line to stderr, once in a process."""
     print(line, file=sys.stderr)
 
 

@@ -255,6 +255,11 @@ def _chosen(program: Program, words: list[str], tiny: bool) -> dict[str, list[st
 
 def _able(chosen: list[Experiment], device: torch.device, gpus: int, tiny: bool) -> list[Experiment]:
     """Those that can run here; what is left out is said, or, where nothing is left, refused."""
+    from kernels.versions import kernels_lack  # the experiments can be listed without torch
+
+    ours = [each.name for each in chosen if any(name.startswith("kernels") for name in each.measures)]
+    if ours and (lacking := kernels_lack()):
+        raise ReproduceError(f"{ours[0]} measures our kernels, which need {lacking}")
     if tiny:
         return chosen
     if device.type == "cpu":

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from model.config import GPTConfig
@@ -56,7 +57,8 @@ def cannot_load(error: Exception) -> str:
     # The loader's errors name a library, then say why; those of files have a number.
     if getattr(error, "errno", None) is not None or not re.search(r"\.so[.\d]*(:|\s|$)", str(error)):
         return ""
-    fix = "pip install --force-reinstall -r requirements.txt, and no other CUDA in LD_LIBRARY_PATH"
+    number = version("torch").partition("+")[0]
+    fix = f"pip install --force-reinstall torch=={number}, and no other CUDA in LD_LIBRARY_PATH"
     return f"a library of torch's cannot be loaded: {error} ({fix})"
 
 

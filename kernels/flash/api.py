@@ -8,12 +8,15 @@ from torch.nn import functional as F
 from ..arguments import check_dropout, check_features, check_inputs, check_scale, in_autocast_dtype, seed_on
 from ..launch import INTERPRETED
 from ..registry import AttentionError, with_packed
+from ..versions import kernels_lack
 from .call import Options, Tensors
 from .dispatch import ALIBI_RAGGED, refuses_inputs
 from .masks import block_lists, document_bounds, keys_of_queries
 from .operators import FlashAttention, flash_forward, parts
 
 Tensor = torch.Tensor
+if lacking := kernels_lack():  # of those who call it without `resolve_attention`
+    raise AttentionError(f"attention=flash needs {lacking}")
 NO_TENSORS = Tensors()
 # Place -> options of calls that have passed the checks, which take 7 us.
 _passed: dict[tuple[object, ...] | None, Options] = {}

@@ -34,13 +34,16 @@ def test_the_two_requirements_differ_in_their_pair_alone_and_versions_knows_both
     assert USUAL[1] in versions.VERIFIED_TRITON
 
 
-def test_the_weekly_workflow_takes_the_newest_and_the_oldest_pair() -> None:
+def test_the_weekly_workflow_takes_every_pair_but_the_pinned_one() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())
     assert workflow[True]["schedule"]  # YAML 1.1 reads "on" as true
-    newest, oldest = workflow["jobs"]["quick"]["strategy"]["matrix"]["requirements"]
+    newest, *others = workflow["jobs"]["quick"]["strategy"]["matrix"]["requirements"]
     assert newest == "-r requirements-latest.txt"
-    torch, triton = next(iter(versions.PAIRS.items()))
-    assert f"torch=={torch}.0 triton=={triton} " in oldest
+    pinned_triton, latest = (pair[1] for pair in (USUAL, LATEST))
+    known = {f"torch=={torch}.0 triton=={triton}": triton for torch, triton in versions.PAIRS.items()}
+    expected = {words for words, triton in known.items() if triton not in (pinned_triton, latest)}
+    assert {next(words for words in known if words in each) for each in others} == expected
+    assert len(others) == len(expected)
     assert any("--with newest" in step.get("run", "") for step in workflow["jobs"]["eye"]["steps"])
 
 
@@ -95,23 +98,21 @@ def hopper(monkeypatch) -> None:
         each.cache_clear()
 
 
-@pytest.mark.parametrize("lacking", ["triton 3.7.1, not 9.9.9", "a triton with Gluon"])
 @pytest.mark.parametrize(
     ("torch_version", "remedy"),
     [("2.13.0", "triton==3.7.1"), ("2.15.0", "triton==3.7.1 torch==2.13.*")],
 )
 def test_an_unverified_triton_leaves_the_portable_kernels_and_says_so_once(
-    hopper, monkeypatch, capsys, lacking, torch_version, remedy
+    hopper, monkeypatch, capsys, torch_version, remedy
 ) -> None:
+    lacking = "triton 3.7.1, not 9.9.9"
     monkeypatch.setattr(triton, "__version__", "9.9.9")
     monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(versions, "has_gluon", lambda: "Gluon" not in lacking)
     monkeypatch.setattr(versions, "VERIFIED_TRITON", ("3.7.1",))
     assert [kernels.attention_tier("flash", **ON_HOPPER) for _ in range(2)] == ["triton", "triton"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}")
-    # pip leaves a release alone that is there, with Gluon or without.
-    assert line.endswith(f"(pip install {'--force-reinstall ' * ('Gluon' in lacking)}{remedy})")
+    assert line.endswith(f"(pip install {remedy})")
     with pytest.raises(AttentionError, match=rf"attention\.tier=hopper needs {lacking}"):
         kernels.resolve_attention("flash", tier="hopper", **ON_HOPPER)
 
@@ -138,7 +139,7 @@ def test_a_pair_that_is_not_known_is_named_once_and_runs_the_portable_kernels(
 ) -> None:
     monkeypatch.setattr(triton, "__version__", triton_version)
     monkeypatch.setattr(torch, "__version__", torch_version)
-    versions._say_once.cache_clear()
+    versions.say_once.cache_clear()
     assert [versions.kernels_lack() for _ in range(2)] == [None, None]
     unknown = f"torch {torch_version} and triton {triton_version} are not known to work together"
     assert capsys.readouterr().err == f"tilegpt: {unknown} (pip install {own})\n"
@@ -166,6 +167,51 @@ def python(*arguments: str, folder: Path, **variables: str) -> subprocess.Comple
 def stand_in(folder: Path, package: str, source: str) -> None:
     (folder / package).mkdir()
     (folder / package / "__init__.py").write_text(source)
+
+
+def without_gluon(folder: Path) -> None:
+    """The installed triton with all of its files but Gluon's, as links."""
+    home, package = Path(triton.__file__).parent, folder / "triton"
+    (package / "experimental").mkdir(parents=True)
+    for files, into in ((home, package), (home / "experimental", package / "experimental")):
+        for each in files.iterdir():
+            if each.name not in ("experimental", "gluon", "__pycache__"):
+                (into / each.name).symlink_to(each)
+
+
+TRAIN = "train.py attention=flash data=python_source logger=none trainer.device=cpu hydra.run.dir={}/run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        TRAIN,
+        "-m reproduce attention backends=flash --tiny --results {}/results",
+        "-m benchmarks loss --tiny --results {}/results",
+        "-m kernels.tune",
+    ],
+)
+def test_a_triton_without_gluon_is_refused_in_a_line(command, tmp_path) -> None:
+    """Triton's C extension imports it in the first launch of any kernel: that was a traceback."""
+    without_gluon(tmp_path)
+    done = python(*command.format(tmp_path).split(), folder=tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "need" in line
+    assert f" a triton with Gluon, which this triton {triton.__version__} is without" in line
+    assert f"(pip install --force-reinstall triton=={triton.__version__}" in line
+
+
+def test_auto_says_once_why_it_passes_our_kernels_over(hopper, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    versions.say_once.cache_clear()
+    assert [kernels.resolve_attention("auto", **ON_HOPPER)[0] for _ in range(2)] == ["sdpa", "sdpa"]
+    said = (
+        "tilegpt: attention=auto takes sdpa, since our kernels need triton 3.7.1 or newer beside torch 2.13.0"
+    )
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, capsys) -> None:
@@ -390,4 +436,4 @@ def test_where_a_private_part_of_triton_has_moved_its_public_launch_serves(
     assert [line.split()[-1] for line in done.stdout.splitlines()] == ["1", "2"]
     (line,) = done.stderr.splitlines()
     assert f"triton {triton.__version__} has changed its {part}" in line
-    assert "requirements.txt" in line
+    assert f"(pip install triton=={triton.__version__})" in line
