@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 # `python -m kernels.tune` loads this package before the module: an import raises, but a command ends with one line.
 if any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
     if find_spec("torch") is None:
-        sys.exit("error: not installed: torch (pip install torch)")
+        sys.exit("error: not installed: torch (pip install -r requirements.txt)")
     try:
         import_module("torch")
     except (ImportError, OSError) as error:
