@@ -200,7 +200,7 @@ def resolve_attention(
             raise AttentionError(f"attention=auto: no backend supports {asked}")
         name = able[0]
         if request.device.type == "cuda" and (lacking := kernels_lack()):
-            say_once(f"tilegpt: attention=auto takes {name}, since our kernels need {lacking}")
+            say_once(f"tilegpt: our kernels need {lacking}; attention=auto takes {name}")
     elif refused := _refusal(name, request):
         raise refused
     function = get_attention(name)

@@ -32,6 +32,8 @@ def notes(documents: list[Results]) -> Iterator[str]:
             )
     yield from _listed("timed in one process, so their figures have no range yet", documents, _timed_once)
     for document in documents:
+        if _timed_once(document):
+            continue
         for processes, points in sorted(_timed_by_fewer(document).items()):
             yield f"of {name_of(document)}, {processes} process{'es' * (processes > 1)} timed {points}"
     yield from _listed("some samples failed, whose files say why", documents, _failed)
@@ -66,7 +68,7 @@ def _timed_by_fewer(document: Results) -> dict[int, str]:
             processes[part if in_parts else json.dumps(where)].add(sample["process"])
     fewer: dict[int, list[str]] = defaultdict(list)
     for place, its in processes.items():
-        if len(its) < document["settings"].get("processes", 1) and not _timed_once(document):
+        if len(its) < document["settings"].get("processes", 1):
             fewer[len(its)].append(place)
     return {
         count: ", ".join(places) if in_parts else f"{len(places)} of {len(processes)} points"

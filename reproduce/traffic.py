@@ -304,7 +304,8 @@ def _judge_tiles(results: Results, found: Verdicts) -> None:
             continue
         gains = {int(m): standard[0][1] / took(sample, m) for m in sample["ms"]}
         alike = [m for m in sorted(gains) if m >= OF_A_WARPGROUP] if is_hopper(results) else sorted(gains)
-        shrinks = "yes" if all(gains[a].below(gains[b]) for a, b in pairwise(alike)) else "no"
+        smaller = [gains[a].below(gains[b]) for a, b in pairwise(alike)]
+        shrinks = "yes" if smaller and all(smaller) else "not shown"
         ours = ", ".join(f"{gains[m].median:.1f}x" for m in sorted(gains))
         why = f"a smaller tile in the place of a chip with less memory; each below the next larger one's: {shrinks}"
         if alike != sorted(gains) and alike:

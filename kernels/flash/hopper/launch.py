@@ -232,9 +232,8 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     flat_heads, row_blocks = batch * heads, triton.cdiv(q_len, BLOCK_M[width])
     columns = triton.cdiv(kv_len, KEYS.value)
     heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
-    if (
-        bounded and width == 128
-    ):  # a window or documents of 1024 at 4096 tokens: 0.79, 0.88 of the time (LOG.md)
+    if bounded and width == 128:
+        # A window of 1024 at 4096 tokens: 0.79 of the time; documents of 1024: 0.88 (kernels/log/hopper_masks.md).
         heads_per_group = max(1, heads_per_group // (4 if tensors.document_starts is None else 2))
     tail_head = None
     if causal and not (bounded or listed or drop or padded):  # with dropout it would spill 8 to 12 B
