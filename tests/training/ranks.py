@@ -37,17 +37,22 @@ def train_on(
     ranks: int, runs: list[list[str]], folder: Path, environment: dict[str, str], device: str = "cpu"
 ) -> subprocess.CompletedProcess:
     """Train with each of these lists of settings, on so many ranks (gloo on a CPU, NCCL on GPUs), in `folder`."""
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]  # it may hold another torch
     done = subprocess.run(
         torchrun(ranks, __file__, json.dumps(runs), device),
         capture_output=True,
         text=True,
         timeout=300,
         cwd=folder,
-        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=with_root(environment),
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+def with_root(environment: dict[str, str]) -> dict[str, str]:
+    """An environment in which a script of another folder finds our packages."""
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]  # it may hold another torch
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def started_on(

@@ -11,7 +11,7 @@ import pytest
 
 import train
 from tests.conftest import measured
-from tests.training.ranks import ROOT, logged, processes, started_on, torchrun, wait_until
+from tests.training.ranks import ROOT, logged, processes, started_on, torchrun, wait_until, with_root
 from training.checkpoint import saved
 
 
@@ -149,7 +149,7 @@ def check_the_last_is_named(ranks: int, runs: dict[str, list[str]], folder, envi
         text=True,
         timeout=300,
         cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=with_root(environment),
     )
     assert done.returncode == 0, done.stderr
     last = ranks - 1
@@ -216,7 +216,7 @@ def test_a_rank_that_hangs_is_named_and_after_the_timeout_taken_for_dead(user_en
         text=True,
         timeout=120,
         cwd=tmp_path,
-        env=user_environment | {"PYTHONPATH": str(ROOT)},
+        env=with_root(user_environment),
     )
     assert done.returncode != 0
     who = r"rank 1 \(.*\) has been at the end of step 5 for (\d+) s, while others wait for it"
@@ -257,7 +257,7 @@ def test_a_rank_in_a_call_that_keeps_pythons_lock_is_named_and_not_taken_for_dea
         text=True,
         timeout=120,
         cwd=tmp_path,
-        env=user_environment | {"PYTHONPATH": str(ROOT)},
+        env=with_root(user_environment),
     )
     assert done.returncode == 0, done.stderr
     assert "error:" not in done.stderr
