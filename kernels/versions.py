@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -131,11 +132,26 @@ def cuda_not(device_type: str, how_else: str = "") -> str:
 
 def mismatched_libraries() -> str | None:
     """What is wrong with the CUDA libraries that this torch has loaded, with the remedy; None if nothing."""
+    remedy = "(pip install -U --force-reinstall torch, without LD_LIBRARY_PATH)"
     try:
         torch.backends.cudnn.version()  # compares with what torch was built with
     except RuntimeError as error:
-        return f"{_first_sentence(error)} (pip install -U --force-reinstall torch, without LD_LIBRARY_PATH)"
+        return f"{_first_sentence(error)} {remedy}"
+    if older := _older_runtime():
+        return f"torch {torch.__version__} has loaded the CUDA runtime {older}, older than its own {remedy}"
     return None
+
+
+def _older_runtime() -> str | None:
+    """The version of the CUDA runtime that is loaded, if older than the one that torch was built with; or None."""
+    built, loaded = numbers_of(torch.version.cuda or "0.0"), ctypes.c_int()
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{built[0]}", os.RTLD_NOLOAD)
+    except OSError:  # linked statically, or no Linux
+        return None
+    runtime.cudaRuntimeGetVersion(ctypes.byref(loaded))
+    major, minor = loaded.value // 1000, loaded.value % 1000 // 10
+    return f"{major}.{minor}" if (major, minor) < built else None
 
 
 def remedy(again: bool = False) -> str:

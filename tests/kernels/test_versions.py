@@ -1,6 +1,8 @@
 """Other releases of torch and triton than those we know: one line that says what to do. About 10 s."""
 
+import ctypes
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -226,6 +228,26 @@ def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, cap
         tune.main([])
     assert main(["training"]) == 1
     assert re.search(rf"^error: training needs a CUDA device: {words}.*\n$", capsys.readouterr().err)
+
+
+def test_a_cuda_runtime_older_than_torchs_own_is_refused_in_a_line(monkeypatch, tmp_path) -> None:
+    """The one that this process has loaded, as LD_LIBRARY_PATH may; it tells its version as CUDA's does."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "runtime.c").write_text("int cudaRuntimeGetVersion(int *to) { *to = 97020; return 0; }")
+    made = str(tmp_path / "runtime.so")
+    words = ["cc", "-shared", "-Wl,-soname,libcudart.so.97", "-o", made, str(tmp_path / "runtime.c")]
+    subprocess.run(words, check=True)
+    ctypes.CDLL(made)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    monkeypatch.setattr(torch.version, "cuda", "97.4")
+    older = rf"^trainer.device=cuda: torch {re.escape(torch.__version__)} has loaded the CUDA runtime 97.2, older "
+    with pytest.raises(ConfigError, match=older + r"than its own \(pip install .*, without LD_LIBRARY_PATH\)\.$"):
+        resolve_device("cuda")
+    for own in ("97.2", "97.1", "96.0"):  # as old, newer, and one that is not loaded
+        monkeypatch.setattr(torch.version, "cuda", own)
+        assert versions.mismatched_libraries() is None
 
 
 @pytest.mark.slow
