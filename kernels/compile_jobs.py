@@ -29,7 +29,7 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 APART = {"": 0, "ragged": 1, "shifted": 64}
 # Long loops: the backward delays dQ's product, the forward changes its schedule (spec.py), and from 4096 on (2048 if
 # not causal) it has three consumers at head_dim 64.
-LENGTHS = (512, 2048, 16384)
+LENGTHS = (256, 512, 1024, 2048, 16384)
 FILLED = {128: 72, 256: 136}
 GELU = ("gelu_product", "gelu_product_backward")
 CUDA = torch.device("cuda")

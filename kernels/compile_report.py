@@ -197,8 +197,11 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]
     names = FUNCTIONS[job.kernel].arg_names
     values = _hopper_constants(job) if on_hopper else _constants(job)
     values = {name: value for name, value in values.items() if name in names}
+    moved = {name for name in names if name.endswith("_desc")}
+    if job.kernel == "hopper_forward" and values["SPEC"].OUT_BY_TMA.value:
+        moved.add("Out")
     types = {
-        name: _descriptor(name, job) if name.endswith("_desc") else _type(name, job)
+        name: _descriptor(name, job) if name in moved else _type(name, job)
         for name in names
         if name not in values
     }
@@ -251,6 +254,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     if job.kernel == "hopper_dkdv":
         return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
     uses = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop, "softcap": softcap}
+    uses["precise"] = "precise_delta" in words
     spec = forward_spec.specify(job.head_dim, job.causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec}
@@ -286,7 +290,7 @@ def _descriptor(name: str, job: Job) -> str:
             if job.kernel == "hopper_backward"
             else (forward_schedule.ROWS.value, forward_spec.block_n(job.head_dim))
         )
-        rows = queries if name in ("q_desc", "do_desc") else keys
+        rows = queries if name in ("q_desc", "do_desc", "Out") else keys
         block, dtype = (1, 1, rows, tile_width(job.head_dim)), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 

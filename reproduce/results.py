@@ -63,8 +63,9 @@ def changed_since(document: Results) -> list[str]:
 
 def faster_since(document: Results) -> list[str]:
     """What of a document has become faster since; see `depends.py`."""
-    found = [words for old, words in depends.FASTER_SINCE.items() if old in document["depends"].values()]
-    return found if any(map(_is_wide, document["samples"])) else []
+    return list(
+        dict.fromkeys(each.words for each in _outrun(document) if any(map(each.holds, document["samples"])))
+    )
 
 
 def host_load(document: Results) -> str:
@@ -80,14 +81,16 @@ def host_load(document: Results) -> str:
 
 def without_outrun(document: Results) -> Results:
     """The document without what has become faster since: it is not to be joined with what is measured now."""
-    if not faster_since(document):
+    outrun = _outrun(document)
+    if not outrun:
         return document
-    return {**document, "samples": [sample for sample in document["samples"] if not _is_wide(sample)]}
+    stay = [sample for sample in document["samples"] if not any(each.holds(sample) for each in outrun)]
+    return {**document, "samples": stay}
 
 
-def _is_wide(sample: Sample) -> bool:
-    """What FASTER_SINCE is of so far."""
-    return "ms" in sample and sample.get("head_dim", 0) > 128
+def _outrun(document: Results) -> list[depends.Outrun]:
+    recorded = set(document["depends"].values())
+    return [each for old, each in depends.FASTER_SINCE.items() if old in recorded]
 
 
 class Store:

@@ -234,6 +234,7 @@ class Warp(threading.Thread):
             if not self.machine.over:
                 self.body()
                 assert not self.products, "a wgmma was never waited for"
+                assert all(len(each) == 1 for each in self.stores), "a TMA store reads memory that has ended"
         except BaseException as error:  # handed to the thread that asked
             self.error = error
         self.finished = True
@@ -416,6 +417,9 @@ class _Emulated:
 
     def on_tma_add(self, desc: Descriptor, at: list[int], tile: Shared) -> None:
         self._store(desc, at, tile, True)
+
+    def on_await_read(self) -> None:
+        self.tma().store_wait(0)
 
     def on_fence_async_shared(self) -> None:
         for memory, value in self.machine.warp.unfenced:

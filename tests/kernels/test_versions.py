@@ -243,7 +243,9 @@ def test_a_cuda_runtime_older_than_torchs_own_is_refused_in_a_line(monkeypatch, 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     monkeypatch.setattr(torch.version, "cuda", "97.4")
     older = rf"^trainer.device=cuda: torch {re.escape(torch.__version__)} has loaded the CUDA runtime 97.2, older "
-    with pytest.raises(ConfigError, match=older + r"than its own \(pip install .*, without LD_LIBRARY_PATH\)\.$"):
+    with pytest.raises(
+        ConfigError, match=older + r"than its own \(pip install .*, without LD_LIBRARY_PATH\)\.$"
+    ):
         resolve_device("cuda")
     for own in ("97.2", "97.1", "96.0"):  # as old, newer, and one that is not loaded
         monkeypatch.setattr(torch.version, "cuda", own)

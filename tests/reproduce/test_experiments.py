@@ -276,7 +276,7 @@ def test_a_document_records_the_versions_of_the_peers_that_are_installed(tmp_pat
 
 
 def test_what_code_has_outrun_is_measured_again_and_nothing_else(tmp_path):
-    """FASTER_SINCE is of head_dims above 128; a finished result of before goes on with them."""
+    """The first of FASTER_SINCE is of head_dims above 128; a finished result of before goes on with them."""
     how = {"device": torch.device("cpu"), "settings": EXPERIMENTS["sparse"].module.TINY, "tiny": True}
     first = Store(tmp_path, EXPERIMENTS["sparse"], **how, command=[])
     for head_dim in (64, 256):

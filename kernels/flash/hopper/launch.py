@@ -18,7 +18,7 @@ from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS
 from .padding import clear_kernel
 from .primitives import OVERLAPPED, compile_options
-from .spec import block_n, is_dynamic, specify
+from .spec import block_n, has_few, is_dynamic, out_by_tma, specify
 from .wide_dkdv import KEYS as WIDE_KEYS
 from .wide_dkdv import WIDTH, dkdv_kernel
 from .wide_dq import dq_kernel
@@ -73,40 +73,53 @@ def forward(
     softcap = options.softcap
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
     padded, drop = tensors.kv_lengths is not None, drop_of(options.dropout_p)
+    uneven = bounded or listed or padded or drop is not None
+    special = uneven or softcap > 0 or options.precise_delta
+    group = q.shape[1] // k.shape[1]
 
     def prepare() -> Launch:
-        (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-        features = (bounded, listed, padded, drop, softcap)
-        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features)
+        (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
+        features = (bounded, listed, padded, drop, softcap, options.precise_delta)
+        spec = specify(head_dim, causal, q_len, kv_len, group, *features)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
-        heads_per_group = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value) if causal else 1
+        heads_per_group = 1
+        if causal:
+            few = has_few(head_dim, q_len, group, special)
+            heads_per_group = _forward_heads_per_group(k, group, spec.DYNAMIC.value, few)
         sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
         return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
-    key = ("hopper forward", q.shape, k.shape, *strides, causal, scale, left, options.dropout_p, softcap)
+    numbers = (causal, scale, left, options.dropout_p, softcap)
+    key = ("hopper forward", q.dtype, q.shape, k.shape, *strides, *numbers)
     seed = tensors.seed if drop else None
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
-    uneven = bounded or listed or padded or drop is not None
     dynamic = is_dynamic(q.shape[3], causal, q.shape[2], uneven)
     counter = q.new_zeros(1, dtype=torch.int32) if dynamic else None
     low = out_low if options.precise_delta else None
     of_heads = (tensors.sinks, tensors.alibi_slopes)
     of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, *of_heads)
-    pointers = (out, low, lse, counter, *of_features)
-    launch(pointers, key, prepare, (q, k, v), _describe_forward)
+    pointers = (lse, low, counter, *of_features)
+    if out_by_tma(q.shape[3], causal, q.shape[2], group, special):
+        launch(pointers, key, prepare, (q, k, v, out), _describe_forward)
+    else:
+        launch((out, *pointers), key, prepare, (q, k, v), _describe_forward)
 
 
-def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool) -> int:
+def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool = False) -> int:
     """Query heads in a scheduling group, where tiles are sorted by number of keys. group: query heads per key head.
 
     Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
     cache. Statically scheduled ones balance only in groups of half as many heads as there are programs: by count, the
-    busiest of 132 programs then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache.
+    busiest of 132 programs then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache. If
+    a head has few tiles, the smallest groups balance too, and read its keys at one time: 0.94 to 1.00 of the time
+    (LOG.md). few: `has_few`.
     """
+    if few:
+        return 1 if k.shape[3] > 64 else 2
     if not dynamic:
         return max(1, sm_count(k.device) // 2)
     batch, kv_heads, kv_len, head_dim = k.shape
@@ -120,9 +133,9 @@ def _left(left: int, apart: int) -> int:
     return left - apart if left >= 0 else ANY
 
 
-def _describe_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Descriptor, ...]:
-    keys = block_n(q.shape[3])
-    return rows_of(q, ROWS.value), rows_of(k, keys), rows_of(v, keys)
+def _describe_forward(q: Tensor, k: Tensor, v: Tensor, *out: Tensor) -> tuple[Descriptor, ...]:
+    rows, keys = ROWS.value, block_n(q.shape[3])
+    return rows_of(q, rows), rows_of(k, keys), rows_of(v, keys), *(rows_of(x, rows) for x in out)
 
 
 def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:

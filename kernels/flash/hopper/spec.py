@@ -10,6 +10,8 @@ from .dropout import Drop
 from .forward_schedule import ROWS
 
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
+MANY_FROM = {True: 4096, False: 2048}  # causal -> queries from which head_dim 64 has three consumers
+FEW = 512  # queries: tiles of a head that are scheduled next to each other find K and V in the L2 cache
 # Above head_dim 128 a causal call with fewer takes 0.92 to 0.99 of its time dynamically, one with as many 0.95 to
 # 0.98 statically; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
 WIDE_STATIC_FROM = 4096
@@ -36,6 +38,7 @@ class ForwardSpec:
     REGISTERS: gl.constexpr  # per consumer thread
     DROP: Drop | None  # parameters of dropout (dropout.py)
     SOFTCAP: gl.constexpr  # 0: off (score_mods.py)
+    OUT_BY_TMA: gl.constexpr  # out is stored by TMA, from the slot of its Q; else by the consumer's threads
 
 
 def is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool) -> bool:
@@ -43,6 +46,20 @@ def is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool) -> bool:
     if uneven:
         return True
     return causal and q_len < WIDE_STATIC_FROM if head_dim > 128 else q_len >= DYNAMIC_FROM
+
+
+def has_few(head_dim: int, q_len: int, group: int, special: bool) -> bool:
+    """Whether a head has up to four tiles, scheduled next to each other. special: a feature but sinks and ALiBi."""
+    return head_dim <= 128 and q_len <= FEW and group == 1 and not special
+
+
+def out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, special: bool) -> bool:
+    """Whether TMA stores out, from its Q's slot, which above head_dim 128 is no consumer's own. special: as above."""
+    if special or head_dim > 128:
+        return False
+    if q_len <= FEW:
+        return group == 1 and (head_dim > 64 or 128 < q_len <= 256)
+    return head_dim > 64 or q_len >= MANY_FROM[causal]
 
 
 def block_n(head_dim: int) -> int:
@@ -62,6 +79,7 @@ def specify(
     padded: bool = False,
     drop: Drop | None = None,
     softcap: float = 0.0,
+    precise: bool = False,
 ) -> ForwardSpec:
     """The compile-time parameters for a shape. LOG.md has the times.
 
@@ -71,19 +89,27 @@ def specify(
         listed: a block mask is used, without either of those; if causal, kv_len - q_len is a multiple of 128.
         padded: key padding is used, without any of those.
         drop: parameters of dropout, if it is used, without windows, documents and block masks.
+        precise: what rounding takes from out is stored too.
     """
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
     # but 1.22 at 1024 (causal). Bounded rows see as few keys as short sequences; a block mask has blocks of 128 rows;
     # dropout's random words need registers.
     width, keys = tile_width(head_dim), block_n(head_dim)
-    many = width == 64 and q_len >= (4096 if causal else 2048) and not (bounded or listed or drop)
+    many = width == 64 and q_len >= MANY_FROM[causal] and not (bounded or listed or drop)
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
     uneven = bounded or listed or padded or drop is not None  # dropout: or it spills
     dynamic = is_dynamic(head_dim, causal, q_len, uneven)
+    # Out by TMA took 0.96 to 1.00 of the time with three consumers, which then have the exponentials before the wait,
+    # and 0.92 to 1.00 at head_dim 128, there if there are few tiles, else after it. Two consumers at head_dim 64 lose
+    # 1 to 9 % by it, but of 256 queries; precise_delta 2 to 10, grouped heads of few tiles 1 to 7 (LOG.md).
+    special = uneven or precise or softcap > 0
+    few = has_few(head_dim, q_len, group, special)
     before_wait = dynamic and causal and (many or width > 64) and not drop
     if width > 128 and not uneven:
         before_wait = not dynamic
+    elif not special:
+        before_wait = many or (causal and few and width == 128)
     halved = causal and consumers == 2 and keys == 128 and (kv_len - q_len) % keys == 0
     return ForwardSpec(
         HEAD_DIM=gl.constexpr(head_dim),
@@ -103,4 +129,5 @@ def specify(
         REGISTERS=gl.constexpr(registers),
         DROP=drop,
         SOFTCAP=gl.constexpr(softcap),
+        OUT_BY_TMA=gl.constexpr(out_by_tma(head_dim, causal, q_len, group, special)),
     )
