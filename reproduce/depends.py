@@ -45,6 +45,7 @@ UNTOUCHED: dict[str, str] = {
     "ffdc9e02a8": "precision.compiled: no cache tag from torch 2.13 on: where timed tiles are kept, not which",
     "17810fae95": "documents.run: `fa4 itself` is new, timed in turns with the others; their calls are as before",
     "7c2c0ad36a": "features.run: padding, windows, other head_dims, precise_delta are new; other calls are as before",
+    "3ad113a17f": "specify: softcap, precise_delta, and grouped heads of few queries have the form of before again",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }
 UNTOUCHED |= dict.fromkeys(
@@ -115,9 +116,11 @@ def _is_wide(sample: Mapping[str, Any]) -> bool:
 
 
 def _is_stored_by_tma(sample: Mapping[str, Any]) -> bool:
-    """Or has so few queries that their tiles are scheduled in smaller groups."""
+    """Or has so few queries that their tiles are scheduled in smaller groups. With most features neither is so."""
     head_dim, length = sample.get("head_dim", 0), sample.get("length", 0)
-    if "ms" not in sample or not 0 < head_dim <= 128:
+    plain = "bound" not in sample and sample.get("mask", "plain") == "plain"
+    plain = plain and sample.get("feature", "sinks") in ("sinks", "alibi_slopes")
+    if not plain or "flash" not in sample.get("ms", ()) or not 0 < head_dim <= 128:
         return False
     return head_dim > 64 or length <= 512 or length >= (4096 if sample.get("causal") else 2048)
 
