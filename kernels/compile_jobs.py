@@ -32,6 +32,7 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 LENGTHS = (256, 512, 1024, 2048, 16384)
 FILLED = {128: 72, 256: 136}
 GELU = ("gelu_product", "gelu_product_backward")
+FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # of history too
 CUDA = torch.device("cuda")
 
 
@@ -83,7 +84,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
             for head_dim in head_dims:
                 jobs += _hopper(head_dim)
             if 128 in head_dims:  # the width of their tiles
-                jobs += [Job(architecture, name, 128, False, None) for name in GELU]
+                jobs += [Job(architecture, name, 128, False, None) for name in (*GELU, *FLASH3)]
     return jobs
 
 

@@ -50,7 +50,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .compile_jobs import APART, GELU, HISTORY, TYPE_NAMES, Job, distinct, pairwise, shipped
+from .compile_jobs import APART, FLASH3, GELU, HISTORY, TYPE_NAMES, Job, distinct, pairwise, shipped
 from .features import FEATURES
 from .flash import dropout
 from .flash.decode import decode_kernel
@@ -63,6 +63,7 @@ from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
 from .flash.portable.spec import specify
 from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile
+from .history import flash3
 from .launch import FUSION
 from .layers import gelu_product
 
@@ -71,6 +72,8 @@ HOPPER = {
     "hopper_backward": backward.hopper_backward_kernel,
     "hopper_dkdv": wide_dkdv.dkdv_kernel,
     "hopper_dq": wide_dq.dq_kernel,
+    "flash3_in_turn": flash3.in_turn_kernel,
+    "flash3_unspecialised": flash3.unspecialised_kernel,
     **dict.fromkeys(GELU, gelu_product.gelu_product_kernel),
 }
 FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "decode": decode_kernel}
@@ -149,7 +152,7 @@ def report_of(job: Job, compiled: triton.compiler.CompiledKernel, log: str) -> R
     if job.architecture == AMD:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     report = _read(compiled.asm["ptx"], log, compiled.metadata.shared)
-    if job.kernel in HOPPER:
+    if job.kernel in HOPPER and job.kernel != "flash3_unspecialised":
         report = replace(report, idle_barriers=idle_barriers(compiled.asm["ttgir"]))
     return report
 
@@ -208,6 +211,8 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]
     # The Hopper kernels specify the warps of their other partitions themselves; num_warps is the first consumer's.
     if on_hopper:
         options = {"num_warps": 4, **compile_options(tile_width(job.head_dim), values.get("DQ_DELAY", 0))}
+        if job.kernel == "flash3_unspecialised":
+            options = {"num_warps": flash3.WARPS}
     else:
         assert job.tile
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
@@ -232,6 +237,8 @@ def _constants(job: Job) -> dict[str, Any]:
 def _hopper_constants(job: Job) -> dict[str, Any]:
     if job.kernel in GELU:
         return {"SPEC": _gelu_spec(job)} | ({"Partials": None} if job.kernel == GELU[0] else {})
+    if job.kernel in FLASH3:
+        return {"SPEC": flash3.spec_of(job.length, job.length)}
     words = job.feature.split()
     listed, padded = "block_mask" in words, "kv_lengths" in words
     bounded = "cu_seqlens" in words or "window" in words
@@ -290,7 +297,9 @@ def _descriptor(name: str, job: Job) -> str:
             if job.kernel == "hopper_backward"
             else (forward_schedule.ROWS.value, forward_spec.block_n(job.head_dim))
         )
-        rows = queries if name in ("q_desc", "do_desc", "Out") else keys
+        rows = queries if name in ("q_desc", "do_desc", "out_desc", "Out") else keys
+        if job.kernel == "flash3_unspecialised":
+            rows = flash3.BLOCK.value
         block, dtype = (1, 1, rows, tile_width(job.head_dim)), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 

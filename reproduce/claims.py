@@ -83,7 +83,7 @@ _ALL = (
     Claim("C24", "FA3 Figures 5, 6", "Up to 75 % of an H100's peak, 1.5 to 2.0x FlashAttention-2.",
           "496 (d64), 646 (d128), 746 (d256) TFLOP/s forward at 8k", "attention", "TFLOP/s against length"),
     Claim("C25", "FA3 Table 2", "Warp specialisation and pipelining each help.", "661, 582 and 570 TFLOP/s",
-          "history", "TFLOP/s with both, and with neither; each alone would take a kernel of its own"),
+          "history", "TFLOP/s with both, and without one of them"),
     Claim("C26", "FA3 Table 3", "Block quantisation and incoherent processing make FP8 2.6x more accurate.",
           "RMSE 9.1e-3, 2.4e-2 per-tensor", "numerics"),
     Claim("C27", "OS section 3, Figures 1-2", "Online softmax reads memory 3 times where safe softmax takes 4.",

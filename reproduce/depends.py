@@ -46,6 +46,7 @@ UNTOUCHED: dict[str, str] = {
     "17810fae95": "documents.run: `fa4 itself` is new, timed in turns with the others; their calls are as before",
     "7c2c0ad36a": "features.run: padding, windows, other head_dims, precise_delta are new; other calls are as before",
     "3ad113a17f": "specify: softcap, precise_delta, and grouped heads of few queries have the form of before again",
+    "9204167d2d": "history.run: FlashAttention-3 with one of its schedules undone is new; other calls are as before",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
 }
 UNTOUCHED |= dict.fromkeys(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kernels import AttentionError, get_attention
+from kernels.flash.dispatch import machine_lacks
 from kernels.flash.portable.tiles import Tile
 from kernels.launch import sm_count
 
@@ -27,7 +28,7 @@ from . import counting, timing
 from .attention import Inputs, Workload, attend_with, check, input_sets, race
 from .attention_figures import OURS, PORTABLE
 from .experiment import Options, Sample, Timing
-from .history_figures import draw, judge
+from .history_figures import IN_TURN, UNSPECIALISED, draw, judge
 
 __all__ = ["TINY", "Settings", "draw", "judge", "run"]
 
@@ -321,13 +322,21 @@ def time_order(right: list[str], workload: Workload, options: Options, tiles: di
 
 
 def time_forms(workload: Workload, options: Options) -> Sample:
-    """The forward by the device's kernels, which on Hopper are specialised and pipelined by hand, and portable."""
+    """The forward by the device's kernels, which on Hopper are specialised and pipelined by hand, without one of
+    these, and portable."""
 
     def forward_of(function: Callable[..., object]) -> Callable[[Inputs, int], object]:
-        return lambda inputs, number: function(*(x.detach() for x in inputs.qkv), causal=False)
+        return lambda inputs, number: function(*(x.detach() for x in inputs.qkv))
 
-    ours = get_attention(OURS)
+    ours = partial(get_attention(OURS), causal=False)
     forms = {OURS: forward_of(ours), PORTABLE: forward_of(partial(ours, tier="triton"))}
+    if machine_lacks(options.device) is None:
+        from kernels.history.flash3 import flash3_forward
+
+        forms |= {
+            IN_TURN: forward_of(partial(flash3_forward, form="in turn")),
+            UNSPECIALISED: forward_of(partial(flash3_forward, form="unspecialised")),
+        }
     return race(forms, input_sets(workload, torch.float16, options.device), options, backward=False)
 
 

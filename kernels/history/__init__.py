@@ -5,9 +5,11 @@
     chunked.py   attention in chunks with checkpointing, in PyTorch: flash attention's memory without its speed
     flash1.py    FlashAttention of 2022: one pass, with keys in the outer loop and queries in the inner one
     flash2.py    FlashAttention-2 of 2023, with each of its changes undone
+    flash3.py    FlashAttention-3's forward of 2024, with each of its schedules undone; on Hopper
 
 Each step saves memory, traffic or work; `python -m reproduce history` counts and times them. The attentions, but for
-flash2, are registered under the files' names; triton is imported when one that needs it is loaded, not before.
+flash2 and flash3, are registered under the files' names; triton is imported when one that needs it is loaded, not
+before.
 """
 
 from ..flash.dispatch import refuses_kernels

@@ -221,6 +221,19 @@ def test_what_tells_nothing_of_the_claim_alone_is_not_comparable():
     assert [each.status for each in verdicts if each.claim == "C25"] == ["not comparable"]
 
 
+@pytest.mark.parametrize(
+    ("in_turn", "unspecialised", "held"),
+    [(1.1, 1.2, [True, True]), (1.0, 1.2, [False, True]), (1.1, 1.5, [True, False])],
+)
+def test_each_of_flashattention_3s_schedules_is_judged_by_what_undoing_it_costs(in_turn, unspecialised, held):
+    times = {attention_figures.OURS: 1.0, attention_figures.PORTABLE: 1.3}
+    times |= {history_figures.IN_TURN: in_turn, history_figures.UNSPECIALISED: unspecialised}
+    ms = {name: {"all": [each]} for name, each in times.items()}
+    sample = {"kind": "ablation", **shape("ablation", 8448, head_dim=128, batch=4, heads=16), "ms": ms}
+    verdicts = history_figures.judge({"device": "NVIDIA H100", "samples": in_three(sample)})
+    assert [each.status == "reproduced" for each in verdicts if each.claim == "C25"] == held
+
+
 def test_slower_and_larger_is_not_reproduced():
     samples = papers_own_attention()
     for sample in samples:
