@@ -28,9 +28,10 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 # Hopper kernels. kv_len - q_len: with 1, blocks of keys and the diagonal do not align; with 64, half blocks do.
 APART = {"": 0, "ragged": 1, "shifted": 64}
 # Long loops: the backward delays dQ's product, the forward changes its schedule (spec.py), and from 4096 on (2048 if
-# not causal) it has three consumers at head_dim 64.
+# not causal) it has three consumers at head_dim 64. Short ones: TMA stores out at head_dim 64 up to 256, not at 512,
+# and the exponentials change places at 128 behind 512.
 LENGTHS = (256, 512, 1024, 2048, 16384)
-FILLED = {128: 72, 256: 136}
+FILLED, OF_FILLED = {128: 72, 256: 136}, 512
 GELU = ("gelu_product", "gelu_product_backward")
 FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # of history too
 CUDA = torch.device("cuda")
@@ -104,9 +105,11 @@ def _hopper(head_dim: int) -> list[Job]:
                 jobs += [
                     Job(90, each, head_dim, causal, None, feature=feature, length=length) for each in kernels
                 ]
+    plain = [job for job in jobs if not job.feature]
+    grouped = [replace(job, feature="gqa") for job in plain if job.kernel == "hopper_forward"]
     # Tiles filled up with zeros; an odd multiple of 8, at which offsets need most care.
-    plain = [job for job in jobs if not job.feature and job.length == LENGTHS[0]]
-    return jobs + [replace(job, head_dim=FILLED[head_dim]) for job in plain if head_dim in FILLED]
+    filled = [job for job in plain if job.length == OF_FILLED and head_dim in FILLED]
+    return jobs + grouped + [replace(job, head_dim=FILLED[head_dim]) for job in filled]
 
 
 Form = frozenset[tuple[str, str]]

@@ -43,7 +43,7 @@ from ..flash.hopper.forward_schedule import (
 )
 from ..flash.hopper.masks import mask_scores
 from ..flash.hopper.pipeline import LOG2_E, arrive, make_barriers, make_ring
-from ..flash.hopper.primitives import await_read, tma_load, tma_store
+from ..flash.hopper.primitives import tma_load, tma_store
 from ..flash.hopper.scheduler import CLAIM_STAGES, make_claims, read_claim
 from ..flash.hopper.softmax import LOWEST, first_softmax, pack, partial_sums, softmax, unpack
 from ..flash.hopper.spec import DYNAMIC_FROM, ForwardSpec, specify
@@ -164,7 +164,7 @@ def consume_in_turn(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexp
         ordinal += 1
         index = read_claim(claims, ordinal)
         arrive(claims.empty.index((ordinal - 1) % CLAIM_STAGES))
-    await_read()
+    tma.store_wait(0)
 
 
 @gluon.jit

@@ -418,9 +418,6 @@ class _Emulated:
     def on_tma_add(self, desc: Descriptor, at: list[int], tile: Shared) -> None:
         self._store(desc, at, tile, True)
 
-    def on_await_read(self) -> None:
-        self.tma().store_wait(0)
-
     def on_fence_async_shared(self) -> None:
         for memory, value in self.machine.warp.unfenced:
             memory.copy_(value)

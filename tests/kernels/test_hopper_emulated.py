@@ -34,6 +34,7 @@ HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 ONE_QUICK_HEAD_DIM = pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
 LONG = 4096  # from here on the forward's schedule stays the same
 SCORE_MODS = [{"softcap": 1.5}, {"alibi_slopes": torch.tensor([0.5, 0.01])}]
+MORE_BY_TMA = [(200, 130, 64), (300, 300, 128), (1, 65, 128), (520, 200, 128)]
 LENGTHS = [(300, 300), (333, 1), (300, 130), pytest.param(40, 300, marks=SLOW)]
 
 
@@ -125,10 +126,12 @@ def check(
     head_dim: int,
     causal: bool,
     batch: int = 1,
+    kv_heads: int = 1,
     **given: object,
 ) -> None:
     """Accurate, and the same bit for bit in another order of events, and with another number of programs."""
-    tensors = inputs(q_len, kv_len, head_dim, torch.float16, batch=batch, heads=2, kv_heads=1, seed=q_len)
+    heads = {"batch": batch, "heads": 2, "kv_heads": kv_heads}
+    tensors = inputs(q_len, kv_len, head_dim, torch.float16, seed=q_len, **heads)
     first = run(which, tensors, causal, given)
     assert_as_accurate(first, tensors[:3], tensors[3], causal=causal, **given)
     for seed, programs in [(1, 1), (2, 5)]:
@@ -281,6 +284,26 @@ def test_wide_backward(machine, q_len: int, kv_len: int, causal: bool) -> None:
 @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
 def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
     check("forward", machine, q_len, kv_len, head_dim, causal)
+
+
+@CAUSAL
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "head_dim"),
+    [
+        (200, 200, 64),
+        (300, 130, 128),
+        (129, 60, 72),
+        *(pytest.param(*each, marks=SLOW) for each in MORE_BY_TMA),
+    ],
+)
+def test_forward_whose_tiles_are_dealt_and_out_stored_by_tma(
+    machine, monkeypatch, q_len: int, kv_len: int, head_dim: int, causal: bool
+) -> None:
+    spec = specify(head_dim, causal, q_len, kv_len)
+    assert spec.OUT_BY_TMA.value
+    assert not spec.DYNAMIC.value
+    monkeypatch.setattr(hopper, "HEADS", 1)  # a causal call's tiles of a head next to each other
+    check("forward", machine, q_len, kv_len, head_dim, causal, kv_heads=2)
 
 
 @CAUSAL

@@ -2,6 +2,7 @@
 mask and of as many keys as queries. Under 1 s."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -41,3 +42,29 @@ def test_every_combination_that_is_accepted_is_compiled(
     dispatch.choose.cache_clear()
     assert frozenset() in accepted
     assert accepted <= compiled, sorted(map(sorted, accepted - compiled))
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 128, 256])
+def test_a_launch_has_the_tensors_that_its_form_takes(head_dim: int) -> None:
+    """Whether out is moved by TMA, and whether there is a counter of tiles, is asked before the form is made."""
+    from kernels.flash.call import Options, Tensors
+    from kernels.flash.hopper import launch as hopper
+
+    kinds = ({}, {"softcap": 30.0}, {"precise_delta": True}, {"left": 100}, {"dropout_p": 0.1})
+    for length, causal, kv_heads, given in itertools.product(
+        (1, 128, 129, 256, 257, 512, 513, 1024, 2047, 2048, 4095, 4096), (True, False), (1, 2), kinds
+    ):
+        q, kv = torch.empty(1, 2, length, head_dim, dtype=torch.bfloat16), (1, kv_heads, length, head_dim)
+        k, seed = torch.empty(kv, dtype=torch.bfloat16), torch.tensor(1) if "dropout_p" in given else None
+        with mock.patch.object(hopper, "launch") as launch:
+            lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+            hopper.forward(q, k, k, q, q, lse, Tensors(seed), Options(causal, 1.0, **given))
+        pointers, key, prepare, moved, describe = launch.call_args.args
+        _, _, numbers, _ = prepare()
+        spec, where = numbers[-1], (length, causal, kv_heads, given)
+        assert len(moved) == len(describe(*moved)) == (4 if spec.OUT_BY_TMA.value else 3), where
+        assert (pointers[0] is lse) == spec.OUT_BY_TMA.value, where
+        _, low, counter, *_ = pointers if spec.OUT_BY_TMA.value else pointers[1:]
+        assert (counter is not None) == spec.DYNAMIC.value, where
+        assert (low is not None) == ("precise_delta" in given), where
+        assert q.dtype in key

@@ -174,7 +174,7 @@ def test_precise_delta_keeps_what_rounding_takes_from_out(
         assert all(map(torch.equal, (out, lse), plain))
 
 
-@pytest.mark.parametrize("length", [1000, 2100])
+@pytest.mark.parametrize("length", [256, 1000, 2100])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_250_repeats_agree_bit_for_bit(causal: bool, head_dim: int, length: int) -> None:

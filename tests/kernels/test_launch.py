@@ -254,6 +254,9 @@ cases = [
     (alone(*packed(200, batch=1)), True),
     (packed(256, heads=1, kv_heads=1), True),
     (packed(256, dtype=torch.float16), True),
+    (packed(512, head_dim=128), True),  # out by TMA too
+    (packed(512, head_dim=128, dtype=torch.float16), True),
+    (packed(4096, batch=1), True),  # and with claimed tiles
     # Each differs in one thing from the first: the heads of keys, the scale, the keys' length, the output's strides.
     (packed(256, kv_heads=2), True),
     (packed(256), True, 0.25),

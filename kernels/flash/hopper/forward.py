@@ -4,7 +4,7 @@ Warp-specialised and persistent. A producer warp loads tiles of Q, K and V into 
 three consumer warpgroups own 64 queries each; a consumer issues S = Q K^T of the next block of keys and O += P V of
 the current one asynchronously, and computes the next block's softmax while P V runs (softmax.py). A program
 processes one tile of queries after another (forward_schedule.py), and the producer prefetches the next tile while the
-consumers finish.
+consumers finish. Out leaves through the slot of its Q, by TMA, or is stored by the consumer's threads (spec.py).
 
 Covers plain attention, windows and documents under the causal mask (bounds.py), block masks (block_masks.py), key
 padding (padding.py), dropout (dropout.py), sinks, softcap and ALiBi (score_mods.py). Blocks of keys that are fully
@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -41,7 +42,7 @@ from .forward_schedule import (
 from .masks import mask_before, mask_scores
 from .padding import clear_padding, key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
-from .primitives import await_read, tma_store
+from .primitives import tma_store
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import alibi_of, modify_scores, score_exp2_scale
 from .softmax import add_sink, first_softmax, pack, softmax, unpack, widen
@@ -202,8 +203,8 @@ def pipelined_step(
     if SPEC.DROP is not None:
         new_p = drop(new_p, words, SPEC.DROP)
     if SPEC.EXP_BEFORE_WAIT:
-        # ptxas moves nothing across this wait. Without it the exponentials sink below the next wait, the one for P V:
-        # 1.07 to 1.12 of the time with head_dim 128 and a causal mask, but 0.94 to 0.98 without a mask (LOG.md).
+        # ptxas moves nothing across this wait. Without it the exponentials sink below the next wait, the one for P V.
+        # Which is faster changes with the schedule and with how out is stored: 0.94 to 1.12 (spec.py, LOG.md).
         mbarrier.wait(rings.v.full.index(next_stage), next_phase)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(rings.v.empty.index(stage))
@@ -270,7 +271,8 @@ def store_rows(Out, tile, output, first_row, head, batch, sizes, SPEC: gl.conste
 @gluon.jit
 def release_stored(ordinal, rings, WHICH: gl.constexpr, SPEC: gl.constexpr):
     """If SPEC.OUT_BY_TMA: once out of the tile before has left its slot of Q, release the slot."""
-    await_read()
+    tma.store_wait(0)
+    gl.barrier()  # above head_dim 64 two warps have stored a half each, and one thread arrives
     before = q_slot(gl.maximum(ordinal - 1, 0), WHICH, SPEC)
     arrive(rings.q.empty.index(before), ordinal > 0)
 
@@ -306,7 +308,8 @@ def attend(
     mbarrier.wait(rings.q.full.index(slot), q_phase(ordinal, WHICH, SPEC))
 
     scores = issue_qk(rings, slot, stage, phase, SEEN)
-    # Up to 2047 queries 0.92 to 1.02 of the time that it takes after the softmax, from there on up to 1.01 (LOG.md).
+    # Released here, the slot's next Q comes sooner than below: 0.92 to 1.02 of the time where tiles are dealt, up to
+    # 1.01 where they are claimed (LOG.md).
     if SPEC.OUT_BY_TMA and not SPEC.DYNAMIC:
         release_stored(ordinal, rings, WHICH, SPEC)
     words: gl.constexpr = None
@@ -384,7 +387,7 @@ def consume(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC:
             index = static_tile(ordinal, sizes)
             stage, phase = attend(index, ordinal, rings, stage, phase, output, sizes, exp2_scale, WHICH, SPEC)
     if SPEC.OUT_BY_TMA:
-        await_read()  # a program's shared memory ends with it
+        tma.store_wait(0)  # a program's shared memory ends with it
 
 
 @gluon.jit(

@@ -18,7 +18,7 @@ from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS
 from .padding import clear_kernel
 from .primitives import OVERLAPPED, compile_options
-from .spec import block_n, has_few, is_dynamic, out_by_tma, specify
+from .spec import block_n, has_few_tiles, is_dynamic, out_by_tma, specify
 from .wide_dkdv import KEYS as WIDE_KEYS
 from .wide_dkdv import WIDTH, dkdv_kernel
 from .wide_dq import dq_kernel
@@ -26,6 +26,9 @@ from .wide_dq import dq_kernel
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K and V in the forward
+HEADS = (
+    128  # with fewer, of few tiles, the busiest program would have up to 1.33 of what it has in large groups
+)
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
 
@@ -64,7 +67,7 @@ def forward(
     Args:
         q: float16 or bfloat16 (batch, heads, q_len, head_dim).
         k, v: (batch, kv_heads, kv_len, head_dim) of its type; kv_heads divides heads. `fits_forward` accepts all.
-        out: like q, with any strides whose last is 1.
+        out: like q, 16-byte aligned, with strides that TMA takes.
         out_low: with precise_delta what rounding took from out, with out's strides; otherwise not written.
         lse: float32 (batch, heads, q_len), contiguous.
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
@@ -84,7 +87,7 @@ def forward(
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         heads_per_group = 1
         if causal:
-            few = has_few(head_dim, q_len, group, special)
+            few = has_few_tiles(head_dim, q_len, group, special) and heads * batch >= HEADS
             heads_per_group = _forward_heads_per_group(k, group, spec.DYNAMIC.value, few)
         sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
@@ -92,8 +95,8 @@ def forward(
         return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
-    numbers = (causal, scale, left, options.dropout_p, softcap)
-    key = ("hopper forward", q.dtype, q.shape, k.shape, *strides, *numbers)
+    of_call = (causal, scale, left, options.dropout_p, softcap)
+    key = ("hopper forward", q.dtype, q.shape, k.shape, *strides, *of_call)
     seed = tensors.seed if drop else None
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
@@ -115,8 +118,8 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool = F
     Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
     cache. Statically scheduled ones balance only in groups of half as many heads as there are programs: by count, the
     busiest of 132 programs then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache. If
-    a head has few tiles, the smallest groups balance too, and read its keys at one time: 0.94 to 1.00 of the time
-    (LOG.md). few: `has_few`.
+    a head has few tiles, and there are `HEADS`, the smallest groups balance too, and read a head's keys at one time:
+    0.94 to 1.00 of the time (LOG.md). few: whether that is so.
     """
     if few:
         return 1 if k.shape[3] > 64 else 2

@@ -73,16 +73,6 @@ def let_next_start():
     gl.inline_asm_elementwise(LET_START, "=r", [], gl.int32, False, 1)
 
 
-# Each thread waits for the TMA stores that it has started to read shared memory, then for the others of its warp.
-READ = gl.constexpr("cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
-
-
-@gluon.jit
-def await_read():
-    """Wait until all that this warp has started to store by TMA has left shared memory."""
-    gl.inline_asm_elementwise(READ, "=r", [], gl.int32, False, 1)
-
-
 def compile_options(head_dim: int, dq_delay: int = 0) -> dict[str, object]:
     """The Triton options of a Hopper kernel; dq_delay: the backward's.
 

@@ -33,7 +33,7 @@ class ForwardSpec:
     DYNAMIC: gl.constexpr  # dynamic tile scheduling (scheduler.py); else static
     EXP_BEFORE_WAIT: gl.constexpr  # exponentials before the wait for P V, not after it (`pipelined_step`)
     CONSUMERS: gl.constexpr
-    Q_SLOTS: gl.constexpr  # tiles of Q in shared memory, each for one consumer
+    Q_SLOTS: gl.constexpr  # tiles of Q in shared memory, each for one consumer, and if OUT_BY_TMA its out
     STAGES: gl.constexpr  # tiles in shared memory of each of K and V
     REGISTERS: gl.constexpr  # per consumer thread
     DROP: Drop | None  # parameters of dropout (dropout.py)
@@ -48,8 +48,8 @@ def is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool) -> bool:
     return causal and q_len < WIDE_STATIC_FROM if head_dim > 128 else q_len >= DYNAMIC_FROM
 
 
-def has_few(head_dim: int, q_len: int, group: int, special: bool) -> bool:
-    """Whether a head has up to four tiles, scheduled next to each other. special: a feature but sinks and ALiBi."""
+def has_few_tiles(head_dim: int, q_len: int, group: int, special: bool) -> bool:
+    """Whether a head has up to four tiles. special: any feature except sinks and ALiBi is used."""
     return head_dim <= 128 and q_len <= FEW and group == 1 and not special
 
 
@@ -100,11 +100,12 @@ def specify(
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
     uneven = bounded or listed or padded or drop is not None  # dropout: or it spills
     dynamic = is_dynamic(head_dim, causal, q_len, uneven)
-    # Out by TMA took 0.96 to 1.00 of the time with three consumers, which then have the exponentials before the wait,
-    # and 0.92 to 1.00 at head_dim 128, there if there are few tiles, else after it. Two consumers at head_dim 64 lose
-    # 1 to 9 % by it, but of 256 queries; precise_delta 2 to 10, grouped heads of few tiles 1 to 7 (LOG.md).
+    # Out by TMA took 0.96 to 1.01 of the time with three consumers, which then have the exponentials before the wait,
+    # and 0.92 to 1.00 at head_dim 128, with them there if a causal call has few tiles, else after it. Two consumers
+    # at head_dim 64 take 1.03 to 1.09 with it, but of 256 queries 0.94 to 0.97. Features, and grouped heads of few
+    # tiles, gain at one length and lose at another, 0.87 to 1.12, and have none of it (LOG.md).
     special = uneven or precise or softcap > 0
-    few = has_few(head_dim, q_len, group, special)
+    few = has_few_tiles(head_dim, q_len, group, special)
     before_wait = dynamic and causal and (many or width > 64) and not drop
     if width > 128 and not uneven:
         before_wait = not dynamic
