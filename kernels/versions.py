@@ -131,14 +131,19 @@ def cuda_not(device_type: str, how_else: str = "") -> str:
 
 
 def mismatched_libraries() -> str | None:
-    """What is wrong with the CUDA libraries that this torch has loaded, with the remedy; None if nothing."""
+    """What is wrong with the CUDA libraries that this torch has loaded, with the remedy; None if nothing.
+
+    Of a runtime that is older than torch's own, but has all that torch loads, a line on stderr says so, once.
+    """
     remedy = "(pip install -U --force-reinstall torch, without LD_LIBRARY_PATH)"
     try:
         torch.backends.cudnn.version()  # compares with what torch was built with
     except RuntimeError as error:
         return f"{_first_sentence(error)} {remedy}"
-    if older := _older_runtime():
-        return f"torch {torch.__version__} has loaded the CUDA runtime {older}, older than its own {remedy}"
+    if older := _older_runtime():  # whatever it lacks fails later, or never
+        say_once(
+            f"tilegpt: torch {torch.__version__} has loaded the CUDA runtime {older}, older than its own {remedy}"
+        )
     return None
 
 
@@ -147,9 +152,10 @@ def _older_runtime() -> str | None:
     built, loaded = numbers_of(torch.version.cuda or "0.0"), ctypes.c_int()
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{built[0]}", os.RTLD_NOLOAD)
-    except OSError:  # linked statically, or no Linux
+    except (AttributeError, OSError):  # no Unix; or linked statically
         return None
-    runtime.cudaRuntimeGetVersion(ctypes.byref(loaded))
+    if runtime.cudaRuntimeGetVersion(ctypes.byref(loaded)):
+        return None
     major, minor = loaded.value // 1000, loaded.value % 1000 // 10
     return f"{major}.{minor}" if (major, minor) < built else None
 

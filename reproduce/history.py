@@ -322,15 +322,15 @@ def time_order(right: list[str], workload: Workload, options: Options, tiles: di
 
 
 def time_forms(workload: Workload, options: Options) -> Sample:
-    """The forward by the device's kernels, which on Hopper are specialised and pipelined by hand, without one of
-    these, and portable."""
+    """The forward by the device's kernels, which on Hopper are specialised and pipelined by hand; by those with one
+    of these undone; and by the portable one, in which Triton pipelines."""
 
     def forward_of(function: Callable[..., object]) -> Callable[[Inputs, int], object]:
         return lambda inputs, number: function(*(x.detach() for x in inputs.qkv))
 
     ours = partial(get_attention(OURS), causal=False)
     forms = {OURS: forward_of(ours), PORTABLE: forward_of(partial(ours, tier="triton"))}
-    if machine_lacks(options.device) is None:
+    if machine_lacks(options.device) is None and workload.head_dim == 128:
         from kernels.history.flash3 import flash3_forward
 
         forms |= {

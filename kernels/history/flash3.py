@@ -1,9 +1,11 @@
 """FlashAttention-3's forward (Shah et al. 2024, section 3) with one of its schedules undone, to be timed (Table 2).
 
-    hopper/forward.py   both: a warp loads for two warpgroups that multiply, and the softmax of a block runs while the
-                        product with the values of the block before does
+    hopper/forward.py   both: a warp loads for two warpgroups that multiply; the product with a block's values and
+                        that with the next keys are issued together, and what softmax ptxas lets run under them does
+                        (here the maximum; the exponentials wait, which was faster: spec.py)
     "in turn"           that warp, but a block's two products and its softmax one after the other
-    "unspecialised"     the second alone: all warps wait for each other, then one of their threads loads
+    "unspecialised"     the second alone, with the exponentials under the product with the values: all warps wait for
+                        each other, then one of their threads loads
 
 Without a mask, at head_dim 128 and 16 bits.
 """
@@ -41,9 +43,10 @@ from ..flash.hopper.forward_schedule import (
     q_phase,
     q_slot,
 )
+from ..flash.hopper.launch import fits_forward
 from ..flash.hopper.masks import mask_scores
 from ..flash.hopper.pipeline import LOG2_E, arrive, make_barriers, make_ring
-from ..flash.hopper.primitives import tma_load, tma_store
+from ..flash.hopper.primitives import compile_options, tma_load, tma_store
 from ..flash.hopper.scheduler import CLAIM_STAGES, make_claims, read_claim
 from ..flash.hopper.softmax import LOWEST, first_softmax, pack, partial_sums, softmax, unpack
 from ..flash.hopper.spec import DYNAMIC_FROM, ForwardSpec, specify
@@ -66,8 +69,13 @@ def flash3_forward(q: Tensor, k: Tensor, v: Tensor, form: str, scale: float | No
         q, k, v: float16 or bfloat16 (batch, heads, length, 128), with as many heads each and strides that TMA takes.
         form: of FORMS.
     """
-    if q.shape[3] != HEAD_DIM.value or q.shape[1] != k.shape[1]:
-        raise AttentionError(f"flash3 takes head_dim 128 and ungrouped heads, not {tuple(q.shape)}")
+    if form not in FORMS:
+        raise AttentionError(f"flash3 has the forms {' and '.join(FORMS)}, not {form}")
+    if q.shape[3] != HEAD_DIM.value or q.shape[1] != k.shape[1] or not fits_forward(q, k, v):
+        raise AttentionError(
+            "flash3 takes float16 and bfloat16 that TMA can address, of head_dim 128 with ungrouped heads, "
+            f"not {q.dtype} {tuple(q.shape)} and {tuple(k.shape)}"
+        )
     out, lse = empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     scale = check_scale(scale, HEAD_DIM.value)
     if form == "unspecialised":
@@ -84,13 +92,9 @@ def _prepare_in_turn(q: Tensor, k: Tensor, scale: float) -> Launch:
     """As in hopper/launch.py."""
     (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
     tiles = triton.cdiv(q_len, 2 * ROWS.value) * heads * batch
-    spec = spec_of(q_len, kv_len)
-    return (
-        in_turn_kernel,
-        (min(tiles, sm_count(q.device)), 1, 1),
-        (q_len, kv_len, heads, batch, tiles, scale, spec),
-        {},
-    )
+    grid = (min(tiles, sm_count(q.device)), 1, 1)
+    numbers = (q_len, kv_len, heads, batch, tiles, scale, spec_of(q_len, kv_len))
+    return in_turn_kernel, grid, numbers, compile_options(HEAD_DIM.value)
 
 
 def spec_of(q_len: int, kv_len: int) -> ForwardSpec:
@@ -167,7 +171,7 @@ def consume_in_turn(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexp
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "tiles"])
 def in_turn_kernel(
     q_desc, k_desc, v_desc, out_desc, Lse, Counter, q_len, kv_len, heads, batches, tiles, scale, SPEC: gl.constexpr
 ):  # fmt: skip
@@ -215,7 +219,7 @@ def loaded_block(passed, tiles, barriers):
     return tiles.index(stage).reshape([BLOCK, HEAD_DIM])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads"])
 def unspecialised_kernel(q_desc, k_desc, v_desc, out_desc, Lse, q_len, kv_len, heads, scale):
     """out = softmax(q k^T * scale) v, and lse. Grid: (blocks of 128 queries of all heads,); 8 warps. The descriptors
     move (1, 1, 128, 128)."""
@@ -248,6 +252,7 @@ def unspecialised_kernel(q_desc, k_desc, v_desc, out_desc, Lse, q_len, kv_len, h
     load_block(k_desc, STAGES, last, head, batch, k_tiles, k_full)
     keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))[None, :]
     scores = gl.where(keys < kv_len - last * BLOCK, scores, float("-inf"))
+    # Not by `softmax`, whose rows are those of one warpgroup.
     row_max = gl.maximum(gl.max(scores, 1) * exp2_scale, LOWEST)
     p = gl.exp2(scores * exp2_scale - row_max[:, None])
     row_sum = partial_sums(p)
@@ -265,6 +270,8 @@ def unspecialised_kernel(q_desc, k_desc, v_desc, out_desc, Lse, q_len, kv_len, h
         row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         row_sum += partial_sums(new_p)
         row_max = new_max
+        # ptxas moves nothing across it: the exponentials would sink below the next wait, as in hopper/forward.py.
+        mbarrier.wait(v_full.index((passed + 1) % STAGES), (passed + 1) // STAGES & 1)
         acc = warpgroup_mma_wait(0, [acc])
         gl.barrier()  # all warps have read both
         load_block(k_desc, passed + 1 + STAGES, last, head, batch, k_tiles, k_full)
@@ -275,7 +282,6 @@ def unspecialised_kernel(q_desc, k_desc, v_desc, out_desc, Lse, q_len, kv_len, h
     acc = warpgroup_mma_wait(0, [warpgroup_mma(unpack(p, dtype, layout), v, acc, is_async=True)])
 
     total = gl.convert_layout(gl.sum(row_sum, 1), rows_layout)
-    total = gl.where(total == 0, 1.0, total)  # no keys at all
     rows = first_row + gl.arange(0, BLOCK, layout=rows_layout)
     Lse += flat_head.to(gl.int64) * q_len
     gl.store(Lse + rows, (row_max + gl.log2(total)) * LN_2, mask=rows < q_len)

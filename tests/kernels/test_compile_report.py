@@ -147,7 +147,8 @@ for length in 256, 1024, 2048:
     ptx = compile_kernel(Job(90, "hopper_forward", 128, True, None, length=length))[0].asm["ptx"]
     for behind in ptx.split("cp.async.bulk.wait_group.read")[1:]:
         lines = [line for line in behind.splitlines() if "bar.sync" in line or "arrive.expect_tx" in line]
-        print(length, "barrier" if not lines or "bar.sync" in lines[0] else "arrival")
+        if any("arrive.expect_tx" in line for line in lines):
+            print(length, "barrier" if "bar.sync" in lines[0] else "arrival")
 """
 
 
@@ -156,7 +157,9 @@ for length in 256, 1024, 2048:
 def test_a_slot_is_released_when_every_warp_has_waited_for_its_part_of_a_store(printed) -> None:
     """At head_dim 128 two warps store a half each; the emulator has one warp for both."""
     found = printed(STORED)
-    assert {length for length, _ in found} == {"256", "1024", "2048"}
+    assert all(
+        [length for length, _ in found].count(each) >= 2 for each in ("256", "1024", "2048")
+    )  # a consumer each
     assert {first for _, first in found} == {"barrier"}
 
 

@@ -20,19 +20,20 @@ FORM = pytest.mark.parametrize("form", flash3.FORMS)
     ("q_len", "kv_len"), [(200, 600), (130, 100), pytest.param(300, 700, marks=pytest.mark.slow)]
 )
 def test_exact_and_the_same_in_any_order_of_events(monkeypatch, form: str, q_len: int, kv_len: int) -> None:
-    seed = 0
+    """The emulator has one warp for all that are alike: it does not see the barriers between those."""
+    seed, programs = 0, 3
 
     def launch(pointers, _key, prepare, moved, describe) -> None:
         kernel, grid, numbers, _ = prepare()
         emulate(kernel, grid, (*describe(*moved), *pointers, *numbers), seed)
 
     monkeypatch.setattr(flash3, "launch", launch)
-    monkeypatch.setattr(flash3, "sm_count", lambda device: 3)
+    monkeypatch.setattr(flash3, "sm_count", lambda device: programs)
     *tensors, d_out = inputs(q_len, kv_len, 128, torch.float16, heads=2, kv_heads=2)
     q, k, v = (x.detach() for x in tensors)
     out = flash3.flash3_forward(q, k, v, form)
     assert_as_accurate({"out": out}, tensors, d_out, causal=False)
-    for seed in (1, 2, 3):  # noqa: B007  (`launch` reads it)
+    for seed, programs in ((1, 1), (2, 2), (3, 3)):  # noqa: B007  (`launch` reads them)
         assert torch.equal(flash3.flash3_forward(q, k, v, form), out)
 
 
@@ -49,6 +50,8 @@ def test_exact_on_a_gpu(form: str, dtype: torch.dtype, q_len: int, kv_len: int) 
 
 def test_other_shapes_are_refused() -> None:
     q, k = torch.zeros(1, 4, 8, 128, dtype=torch.float16), torch.zeros(1, 2, 8, 128, dtype=torch.float16)
-    for tensors in ((q, k, k), (q[..., :64], q[..., :64], q[..., :64])):
-        with pytest.raises(AttentionError, match="flash3 takes head_dim 128 and ungrouped heads"):
+    for tensors in ((q, k, k), [q[..., :64]] * 3, [q.float()] * 3, [q[:, :, :0]] * 3):
+        with pytest.raises(AttentionError, match="flash3 takes float16 and bfloat16 that TMA can address"):
             flash3.flash3_forward(*tensors, "in turn")
+    with pytest.raises(AttentionError, match="flash3 has the forms in turn and unspecialised, not both"):
+        flash3.flash3_forward(q, q, q, "both")

@@ -26,7 +26,7 @@ from kernels import AttentionError
 from reproduce.comparison import compare
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, having, killed, steps_saved
-from tests.training.ranks import ROOT, torchrun
+from tests.training.ranks import torchrun, with_root
 from training import checkpoint
 from training.config import AttentionConfig, ConfigError
 from training.console import Progress
@@ -268,7 +268,7 @@ def test_all_ranks_stop_at_the_same_step_for_the_same_reason(config, tmp_path, u
         text=True,
         timeout=120,
         cwd=tmp_path,
-        env=user_environment | {"PYTHONPATH": str(ROOT)},
+        env=with_root(user_environment),
     )
     assert done.returncode == 0, done.stderr
     ends = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]

@@ -308,7 +308,7 @@ def attend(
     mbarrier.wait(rings.q.full.index(slot), q_phase(ordinal, WHICH, SPEC))
 
     scores = issue_qk(rings, slot, stage, phase, SEEN)
-    # Released here, the slot's next Q comes sooner than below: 0.92 to 1.02 of the time where tiles are dealt, up to
+    # Released here, the slot's next Q comes sooner than below: 0.92 to 1.00 of the time where tiles are dealt, up to
     # 1.01 where they are claimed (LOG.md).
     if SPEC.OUT_BY_TMA and not SPEC.DYNAMIC:
         release_stored(ordinal, rings, WHICH, SPEC)

@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 Shape = tuple[int, ...]
 CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K and V in the forward
 HEADS = (
-    128  # with fewer, of few tiles, the busiest program would have up to 1.33 of what it has in large groups
+    128  # of few tiles; with fewer, by count, the busiest program would have up to 1.33 of what it has now
 )
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
