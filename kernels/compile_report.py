@@ -260,14 +260,9 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     lengths = job.length, job.length + sum(apart for word, apart in APART.items() if word in words)
     if job.kernel == "hopper_dkdv":
         return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
-    uses: dict[str, Any] = {
-        "bounded": bounded,
-        "listed": listed,
-        "padded": padded,
-        "drop": drop,
-        "softcap": softcap,
-    }
-    uses |= {"precise": "precise_delta" in words, "group": FORMS["gqa"][0]["group"] if "gqa" in words else 1}
+    uses: dict[str, Any] = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop}
+    uses |= {"softcap": softcap, "precise": "precise_delta" in words}
+    uses["group"] = FORMS["gqa"][0]["group"] if "gqa" in words else 1
     spec = forward_spec.specify(job.head_dim, job.causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec}

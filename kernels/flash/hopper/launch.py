@@ -26,9 +26,7 @@ from .wide_dq import dq_kernel
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K and V in the forward
-HEADS = (
-    128  # of few tiles; with fewer, by count, the busiest program would have up to 1.33 of what it has now
-)
+HEADS = 128  # of few tiles: of fewer, in small groups, the busiest program would have up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
 
