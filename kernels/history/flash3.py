@@ -24,17 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..arguments import check_scale
 from ..flash.hopper.descriptors import Descriptor, rows_of
-from ..flash.hopper.forward import (
-    LN_2,
-    Output,
-    Rings,
-    issue_pv,
-    issue_qk,
-    next_position,
-    produce,
-    release_stored,
-    store_output,
-)
+from ..flash.hopper.forward import Rings, issue_pv, issue_qk, next_position, produce
+from ..flash.hopper.forward_output import LN_2, Output, release_stored, store_output
 from ..flash.hopper.forward_schedule import (
     ROWS,
     ForwardSizes,

@@ -18,7 +18,7 @@ from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper.descriptors import layout_of
 from kernels.flash.hopper.pipeline import fetch, make_ring
-from kernels.flash.hopper.spec import is_dynamic, out_by_tma, specify
+from kernels.flash.hopper.spec import specify
 from kernels.flash.masks import block_lists, document_bounds
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, block_mask, documents, inputs
@@ -313,12 +313,6 @@ def test_forward_of_long_sequences(
     machine, monkeypatch, q_len: int, kv_len: int, head_dim: int, causal: bool
 ) -> None:
     """Their schedule on few blocks: dynamic, at head_dim 64 with three consumers; static above 128."""
-    for rule in (is_dynamic, out_by_tma):
-        monkeypatch.setattr(
-            hopper,
-            rule.__name__,
-            lambda width, causal, q_len, *rest, rule=rule: rule(width, causal, q_len + LONG, *rest),
-        )
     monkeypatch.setattr(
         hopper,
         "specify",

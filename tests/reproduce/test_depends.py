@@ -13,12 +13,12 @@ LENGTHS = (1, 128, 129, 256, 257, 512, 513, 2047, 2048, 4095, 4096, 65536)
 
 @pytest.mark.skipif(numbers_of(triton.__version__) < OLDEST_GLUON, reason="the Hopper kernels do not compile")
 def test_what_the_forward_has_outrun_is_what_has_another_form_now() -> None:
-    from kernels.flash.hopper.spec import has_few_tiles, out_by_tma
+    from kernels.flash.hopper.spec import has_few_tiles, specify
 
     plain = {"ms": {"flash": {}}}
     for head_dim, causal, length in itertools.product((40, 64, 72, 128, 136, 256), (True, False), LENGTHS):
-        other = out_by_tma(head_dim, causal, length, 1, special=False)
-        other |= causal and has_few_tiles(head_dim, length, 1, special=False) and length > 128
+        other = specify(head_dim, causal, length, length).OUT_BY_TMA.value
+        other |= causal and has_few_tiles(head_dim, length, 1) and length > 128
         sample = {**plain, "head_dim": head_dim, "causal": causal, "length": length}
         assert depends._is_stored_by_tma(sample) == other, sample
     for more in ({"bound": "window"}, {"mask": "dropout"}, {"feature": "softcap"}, {"ms": {"sdpa": {}}}):

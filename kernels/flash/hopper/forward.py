@@ -4,7 +4,7 @@ Warp-specialised and persistent. A producer warp loads tiles of Q, K and V into 
 three consumer warpgroups own 64 queries each; a consumer issues S = Q K^T of the next block of keys and O += P V of
 the current one asynchronously, and computes the next block's softmax while P V runs (softmax.py). A program
 processes one tile of queries after another (forward_schedule.py), and the producer prefetches the next tile while the
-consumers finish. Out leaves through the slot of its Q, by TMA, or is stored by the consumer's threads (spec.py).
+consumers finish (forward_output.py: how out leaves).
 
 Covers plain attention, windows and documents under the causal mask (bounds.py), block masks (block_masks.py), key
 padding (padding.py), dropout (dropout.py), sinks, softcap and ALiBi (score_mods.py). Blocks of keys that are fully
@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .block_masks import LISTS, Blocks, count_visited, list_of
 from .bounds import Bounds, first_keys
 from .dropout import Draw, draw_words, drop
+from .forward_output import Output, release_stored, store_output
 from .forward_schedule import (
     ROWS,
-    WIDE_ROWS,
     ForwardSizes,
     count_key_blocks,
     count_static_tiles,
@@ -42,12 +42,9 @@ from .forward_schedule import (
 from .masks import mask_before, mask_scores
 from .padding import clear_padding, key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
-from .primitives import tma_store
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import alibi_of, modify_scores, score_exp2_scale
-from .softmax import add_sink, first_softmax, pack, softmax, unpack, widen
-
-LN_2 = gl.constexpr(0.6931471805599453)
+from .softmax import first_softmax, pack, softmax, unpack, widen
 
 
 class Rings(NamedTuple):
@@ -56,19 +53,6 @@ class Rings(NamedTuple):
     q: Ring
     k: Ring
     v: Ring
-
-
-class Output(NamedTuple):
-    """Destinations: Out and OutLow with their strides, Lse contiguous; and Sinks (heads,). Pointers, but Out is a
-    TMA descriptor if SPEC.OUT_BY_TMA. OutLow and Sinks may be None."""
-
-    Out: gl.tensor
-    OutLow: gl.tensor
-    stride_b: gl.tensor
-    stride_h: gl.tensor
-    stride_m: gl.tensor
-    Lse: gl.tensor
-    Sinks: gl.tensor
 
 
 @gluon.jit
@@ -211,70 +195,6 @@ def pipelined_step(
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
     # Packed only now: packing before that wait makes ptxas serialise the wgmmas (C7513).
     return acc, pack(new_p, rings.v.tiles.dtype), row_max, row_sum, next_stage, next_phase
-
-
-@gluon.jit
-def store_output(tile, acc, row_max, row_sum, output, first_row, head, batch, sizes, SPEC: gl.constexpr):
-    """Divide by the softmax sums, store out and lse, and with OutLow what rounding took from out. A fully masked row
-    has sum 0: out 0, lse -inf. tile: this consumer's Q, from where TMA stores out if SPEC.OUT_BY_TMA."""
-    row_layout: gl.constexpr = row_max.type.layout
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
-    share = 1.0
-    if output.Sinks is not None:
-        row_max, row_sum, share = add_sink(row_max, row_sum, output.Sinks + head)
-    fully_masked = row_sum == 0
-    row_sum = gl.where(fully_masked, 1.0, row_sum)
-    lse = gl.where(fully_masked, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
-    rows = first_row + gl.arange(0, ROWS, layout=row_layout)
-    Lse = output.Lse + (batch.to(gl.int64) * sizes.heads + head) * sizes.q_len
-    gl.store(Lse + rows, lse, mask=rows < sizes.q_len)
-    share = share / row_sum
-    if SPEC.DROP is not None:
-        share *= SPEC.DROP.SCALE
-    out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
-    rounded = out.to(tile.dtype)
-    if SPEC.OUT_BY_TMA:
-        tile.reshape([ROWS, out.shape[1]]).store(rounded)
-        fence_async_shared()
-        gl.barrier()
-        tma_store(output.Out, [batch, head, first_row, 0], tile)
-    else:
-        store_rows(output.Out, rounded, output, first_row, head, batch, sizes, SPEC)
-    if output.OutLow is not None:
-        low = (out - rounded.to(gl.float32)).to(rounded.dtype)
-        if SPEC.DROP is not None:
-            first_row = opaque(first_row)  # or addresses are shared, and 12 B spilled with head_dim 128
-        store_rows(output.OutLow, low, output, first_row, head, batch, sizes, SPEC)
-
-
-@gluon.jit
-def store_rows(Out, tile, output, first_row, head, batch, sizes, SPEC: gl.constexpr):
-    """Store a consumer's rows to Out, which has the strides of `output`."""
-    WIDTH: gl.constexpr = tile.shape[1]
-    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    layout: gl.constexpr = WIDE_ROWS if WIDTH == 256 else narrow
-    tile = gl.convert_layout(tile, layout)
-    Out = Out + batch.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
-    Out += first_row.to(gl.int64) * output.stride_m
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
-    mask = first_row + rows < sizes.q_len
-    if WIDTH > SPEC.HEAD_DIM:
-        mask = mask & (dims < SPEC.HEAD_DIM)
-    TWICE: gl.constexpr = SPEC.SOFTCAP > 0 and output.OutLow is not None
-    if SPEC.DROP is not None or sizes.Slopes is not None or TWICE:
-        # Plus 0, unknown to the compilers, which would compute addresses before all tiles, and spill them.
-        rows += opaque(first_row) - first_row
-    gl.store(Out + rows * output.stride_m + dims, tile, mask=mask)
-
-
-@gluon.jit
-def release_stored(ordinal, rings, WHICH: gl.constexpr, SPEC: gl.constexpr):
-    """If SPEC.OUT_BY_TMA: once out of the tile before has left its slot of Q, release the slot."""
-    tma.store_wait(0)
-    gl.barrier()  # above head_dim 64 two warps have stored a half each, and one thread arrives
-    before = q_slot(gl.maximum(ordinal - 1, 0), WHICH, SPEC)
-    arrive(rings.q.empty.index(before), ordinal > 0)
 
 
 @gluon.jit

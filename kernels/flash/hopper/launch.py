@@ -18,7 +18,7 @@ from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS
 from .padding import clear_kernel
 from .primitives import OVERLAPPED, compile_options
-from .spec import block_n, has_few_tiles, is_dynamic, out_by_tma, specify
+from .spec import block_n, has_few_tiles, specify
 from .wide_dkdv import KEYS as WIDE_KEYS
 from .wide_dkdv import WIDTH, dkdv_kernel
 from .wide_dq import dq_kernel
@@ -71,46 +71,39 @@ def forward(
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
-    softcap = options.softcap
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
     padded, drop = tensors.kv_lengths is not None, drop_of(options.dropout_p)
-    uneven = bounded or listed or padded or drop is not None
-    special = uneven or softcap > 0 or options.precise_delta
-    group = q.shape[1] // k.shape[1]
+    (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
+    features = (bounded, listed, padded, drop, options.softcap, options.precise_delta)
+    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features)
 
     def prepare() -> Launch:
-        (batch, heads, q_len, head_dim), kv_len = q.shape, k.shape[2]
-        features = (bounded, listed, padded, drop, softcap, options.precise_delta)
-        spec = specify(head_dim, causal, q_len, kv_len, group, *features)
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
-        heads_per_group = 1
-        if causal:
-            few = has_few_tiles(head_dim, q_len, group, special) and heads * batch >= HEADS
-            heads_per_group = _forward_heads_per_group(k, group, spec.DYNAMIC.value, few)
-        sizes = (q_len, kv_len, heads, batch, heads_per_group, tiles, _left(left, kv_len - q_len))
+        few = has_few_tiles(head_dim, q_len, heads // kv_heads, *features) and heads * batch >= HEADS
+        groups = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value, few) if causal else 1
+        sizes = (q_len, kv_len, heads, batch, groups, tiles, _left(left, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
         return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
-    of_call = (causal, scale, left, options.dropout_p, softcap)
+    of_call = (causal, scale, left, options.dropout_p, options.softcap)
     key = ("hopper forward", q.dtype, q.shape, k.shape, *strides, *of_call)
     seed = tensors.seed if drop else None
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
     # was made, and torch.compile's mode "reduce-overhead" rejects live tensors in that pool.
-    dynamic = is_dynamic(q.shape[3], causal, q.shape[2], uneven)
-    counter = q.new_zeros(1, dtype=torch.int32) if dynamic else None
+    counter = q.new_zeros(1, dtype=torch.int32) if spec.DYNAMIC.value else None
     low = out_low if options.precise_delta else None
     of_heads = (tensors.sinks, tensors.alibi_slopes)
     of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, *of_heads)
     pointers = (lse, low, counter, *of_features)
-    if out_by_tma(q.shape[3], causal, q.shape[2], group, special):
+    if spec.OUT_BY_TMA.value:
         launch(pointers, key, prepare, (q, k, v, out), _describe_forward)
     else:
         launch((out, *pointers), key, prepare, (q, k, v), _describe_forward)
 
 
-def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool = False) -> int:
+def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool) -> int:
     """Query heads in a scheduling group, where tiles are sorted by number of keys. group: query heads per key head.
 
     Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
@@ -323,7 +316,7 @@ def _backward_wide(
     def prepare_dq() -> Launch:
         spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
-        heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True) if causal else 1
+        heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False) if causal else 1
         numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, scale, spec)
         return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 

@@ -41,21 +41,21 @@ class ForwardSpec:
     OUT_BY_TMA: gl.constexpr  # out is stored by TMA, from the slot of its Q; else by the consumer's threads
 
 
-def is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool) -> bool:
+def _is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool) -> bool:
     """Whether tiles are scheduled dynamically. uneven: the cost of a tile depends on data only the device knows."""
     if uneven:
         return True
     return causal and q_len < WIDE_STATIC_FROM if head_dim > 128 else q_len >= DYNAMIC_FROM
 
 
-def has_few_tiles(head_dim: int, q_len: int, group: int, special: bool) -> bool:
-    """Whether a head has up to four tiles. special: any feature except sinks and ALiBi is used."""
-    return head_dim <= 128 and q_len <= FEW and group == 1 and not special
+def has_few_tiles(head_dim: int, q_len: int, group: int, *features: object) -> bool:
+    """Whether a head has up to four tiles. features: as `specify` takes them, none of which may be in use."""
+    return head_dim <= 128 and q_len <= FEW and group == 1 and not any(features)
 
 
-def out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, special: bool) -> bool:
-    """Whether TMA stores out, from its Q's slot, which above head_dim 128 is no consumer's own. special: as above."""
-    if special or head_dim > 128:
+def _is_out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, *features: object) -> bool:
+    """Whether TMA stores out, from its Q's slot; above head_dim 128 that is no consumer's own. features: as above."""
+    if any(features) or head_dim > 128:
         return False
     if q_len <= FEW:
         return group == 1 and (head_dim > 64 or 128 < q_len <= 256)
@@ -99,17 +99,17 @@ def specify(
     many = width == 64 and q_len >= MANY_FROM[causal] and not (bounded or listed or drop)
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
     uneven = bounded or listed or padded or drop is not None  # dropout: or it spills
-    dynamic = is_dynamic(head_dim, causal, q_len, uneven)
+    dynamic = _is_dynamic(head_dim, causal, q_len, uneven)
     # Out by TMA took 0.96 to 1.01 of the time with three consumers, which then have the exponentials before the wait,
     # and 0.92 to 1.00 at head_dim 128, with them there if a causal call has few tiles, else after it. Two consumers
     # at head_dim 64 take 1.03 to 1.09 with it, but of 256 queries 0.94 to 0.97. Features, and grouped heads of few
     # tiles, gain at one length and lose at another, 0.87 to 1.12, and have none of it (LOG.md).
-    special = uneven or precise or softcap > 0
-    few = has_few_tiles(head_dim, q_len, group, special)
+    features = (bounded, listed, padded, drop, softcap, precise)
+    few = has_few_tiles(head_dim, q_len, group, *features)
     before_wait = dynamic and causal and (many or width > 64) and not drop
     if width > 128 and not uneven:
         before_wait = not dynamic
-    elif not special:
+    elif not any(features):
         before_wait = many or (causal and few and width == 128)
     halved = causal and consumers == 2 and keys == 128 and (kv_len - q_len) % keys == 0
     return ForwardSpec(
@@ -130,5 +130,5 @@ def specify(
         REGISTERS=gl.constexpr(registers),
         DROP=drop,
         SOFTCAP=gl.constexpr(softcap),
-        OUT_BY_TMA=gl.constexpr(out_by_tma(head_dim, causal, q_len, group, special)),
+        OUT_BY_TMA=gl.constexpr(_is_out_by_tma(head_dim, causal, q_len, group, *features)),
     )
