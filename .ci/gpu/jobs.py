@@ -41,6 +41,10 @@ for version in ("211", "213", "214", "215"):
         JOBS[f"tests_{version}_{half}"] = Job(
             f"half of the GPU tests with {pair}", script(f"tests.sh {half}"), limit=540, env=pair
         )
+    for half in (1, 2):
+        JOBS[f"flash_{version}_{half}"] = Job(
+            f"half of flash's GPU tests with {pair}", script(f"tests.sh flash {half}/2"), env=pair
+        )
     JOBS[f"times_{version}"] = Job(
         f"attention and 30 training steps with {pair}", script("times.sh"), limit=300, env=pair
     )

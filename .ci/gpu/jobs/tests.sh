@@ -1,4 +1,4 @@
-# tests.sh a|b|random|class|two: a part of the GPU tests
+# tests.sh a|b|flash 1/2|random|class|two: a part of the GPU tests; flash: its kernels alone, such a shard of them
 source .ci/gpu/jobs/verify.sh
 source .ci/gpu/jobs/end.sh
 export PYTHONPATH=$PWD/.ci/gpu/files:$PYTHONPATH # shard.py
@@ -26,6 +26,9 @@ a | b) # four eighths beside each other: compilers and imports take the time, no
   for part in 0 1 2 3; do
     SHARD=$((first + part))/8 tests "$((first + part))" $((gigabytes > 100 ? 6 : 2)) -p shard tests &
   done ;;
+flash)
+  flash=(tests/kernels/test_{flash*,hopper*,documents,library*,registry,history,in_torch_gpu}.py)
+  SHARD=$2 tests "${2%/*}" $((gigabytes > 100 ? 12 : 7)) -p shard "${flash[@]}" & ;;
 random) export TILEGPT_RANDOM_CASES=300; tests random 14 tests -k random & ;;
 class) tests class 8 tests/kernels/test_library_gpu.py -k class & ;;
 two) # beside each other: compilers take the time, and what is killed or stopped waits
