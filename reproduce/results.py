@@ -63,9 +63,10 @@ def changed_since(document: Results) -> list[str]:
 
 def faster_since(document: Results) -> list[str]:
     """What of a document has become faster since; see `depends.py`."""
-    return list(
-        dict.fromkeys(each.words for each in _outrun(document) if any(map(each.holds, document["samples"])))
+    words = (
+        each.words for each in _outrun(document) if any(_is_outrun(each, s) for s in document["samples"])
     )
+    return list(dict.fromkeys(words))
 
 
 def host_load(document: Results) -> str:
@@ -84,8 +85,13 @@ def without_outrun(document: Results) -> Results:
     outrun = _outrun(document)
     if not outrun:
         return document
-    stay = [sample for sample in document["samples"] if not any(each.holds(sample) for each in outrun)]
+    stay = [sample for sample in document["samples"] if not any(_is_outrun(each, sample) for each in outrun)]
     return {**document, "samples": stay}
+
+
+def _is_outrun(outrun: depends.Outrun, sample: Sample) -> bool:
+    """A sample that names its commit was measured by newer code than its document's (.ci/gpu/merge.py --over)."""
+    return "commit" not in sample and outrun.holds(sample)
 
 
 def _outrun(document: Results) -> list[depends.Outrun]:

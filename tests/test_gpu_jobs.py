@@ -9,6 +9,8 @@ import tarfile
 
 import pytest
 
+from reproduce.depends import FASTER_SINCE
+from reproduce.results import faster_since, without_outrun
 from tests.conftest import ROOT
 
 FOLDER = ROOT / ".ci" / "gpu"
@@ -111,6 +113,39 @@ def test_merged_slices_are_what_every_process_measured(tmp_path):
     assert [(each["part"], each["process"]) for each in merged["samples"]] == [
         (part, number) for number in range(3) for part in groups
     ]
+
+
+@pytest.mark.slow  # it imports every experiment
+def test_over_a_complete_document_go_the_points_that_every_process_timed_again(tmp_path):
+    said = {"experiment": "attention", "device": "NVIDIA H100", "tiny": False, "environment": {}, "took": {}}
+    said |= {"seconds": 1.0, "settings": {"processes": 2}}
+
+    def timed(length: int, process: int, ms: float) -> dict:
+        point = {"kind": "time", "head_dim": 128, "causal": False, "length": length, "process": process}
+        return {**point, "ms": {"flash": {"forward": [ms]}}, "clocks": {"sm_mhz": [ms]}}
+
+    (outrun,) = {
+        old for old, each in FASTER_SINCE.items() if "up to 128" in each.words and old.startswith("c63")
+    }
+    old = {"state": "complete", "commit": "abc", "date": "2026-11-26", "depends": {"kernel": outrun}}
+    before = [{"kind": "check"}, *(timed(length, n, 2.0) for length in (2048, 4096) for n in range(2))]
+    again = [timed(2048, 0, 1.0), timed(2048, 1, 1.0), timed(4096, 0, 1.0)]
+    folder, into = tmp_path / "out" / "job" / "results" / "nvidia-h100", tmp_path / "results" / "nvidia-h100"
+    for place in (folder, into):
+        place.mkdir(parents=True)
+    (into / "attention.json").write_text(json.dumps({**said, **old, "samples": before}))
+    new = {"state": "partial", "commit": None, "date": "2026-11-28", "depends": {}, "samples": again}
+    (folder / "attention.partial.json").write_text(json.dumps({**said, **new}))
+    merge = [sys.executable, FOLDER / "merge.py", "out", "--commit", "def", "--into", "results", "--over"]
+    subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert [path.name for path in into.iterdir()] == ["attention.json"]
+    merged = json.loads((into / "attention.json").read_text())
+    assert (merged["state"], merged["commit"], merged["date"]) == ("complete", "abc to def", "2026-11-28")
+    assert merged["samples"] == [*before[:1], *before[3:], *({**each, "commit": "def"} for each in again[:2])]
+    assert faster_since(merged)  # of 4096
+    assert without_outrun(merged)["samples"] == [before[0], *merged["samples"][3:]]
+    merged["samples"] = merged["samples"][3:]
+    assert not faster_since(merged)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 OUT is a runner's folder out/. Slices of an experiment are joined into one document, complete if nothing is missing;
 perplexity's runs join those that are there, a whole one in place of a cut one; scaling's launches become a file for
 each number of GPUs, and those of jobs quiet_* count before others; a long run, whole or cut, and killed ranks too.
+With --over, the points of a complete document of older code that every process timed again take their places.
 Run it in a checkout of the commit that ran, or of a later one that changed nothing that the figures depend on: what
 is stale is refused.
 """
@@ -33,6 +34,7 @@ from reproduce.results import changed_since, slug, without_outrun
 Document = dict
 ALL = {**EXPERIMENTS, **BENCHMARKS}
 VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver", "python", "device_name")
+TIMED = ("ms", "late", "clocks")  # of a sample: what timing it gave
 # What says which run of `perplexity` a sample is; the rest is what was measured.
 PLACE = ("kind", "of", "part", "name", "attention", "init_seed", "context", "micro_batch")
 PLACE += ("steps", "code", "lr", "when")
@@ -114,6 +116,30 @@ def slices(documents: list[Document]) -> Document:
     print(f"  {len(samples)} samples; {len(missing)} are missing, {len(failed)} failed")
     print(*missing[:5], *failed, sep="\n")
     return {**document, "samples": samples, "state": "partial" if missing else "complete"}
+
+
+def over(whole: Document, documents: list[Document], commit: str) -> Document:
+    """A complete document with the points that every process timed again in place of its own. They name their commit:
+    the document stays one of the older code."""
+
+    def point(sample: dict) -> str:
+        return json.dumps({k: v for k, v in sample.items() if k not in (*TIMED, "process")}, sort_keys=True)
+
+    again: dict[str, list[dict]] = defaultdict(list)
+    for each in documents:
+        for sample in each["samples"]:
+            if "ms" in sample:
+                again[point(sample)].append({**sample, "commit": commit})
+    again = {at: its for at, its in again.items() if len(its) == whole["settings"]["processes"]}
+    samples = [each for each in whole["samples"] if "ms" not in each or point(each) not in again]
+    print(f"  {len(again)} of {len({point(each) for each in whole['samples'] if 'ms' in each})} points again")
+    last = newest(documents)
+    return {
+        **whole,
+        **{"date": last["date"], "depends": last["depends"] | whole["depends"]},
+        "seconds": round(whole["seconds"] + sum(each["seconds"] for each in documents), 1),
+        "samples": samples + [sample for its in again.values() for sample in its],
+    }
 
 
 def perplexity(documents: list[Document]) -> Document:
@@ -237,6 +263,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit", required=True, help="of the code that ran")
     parser.add_argument("--into", type=Path, default=Path("results"))
+    parser.add_argument(
+        "--over", action="store_true", help="in place of the same points of complete documents"
+    )
     given = parser.parse_args()
     groups: dict[tuple[str, str], list[Document]] = defaultdict(list)
     for file in sorted(given.out.glob("*/results/*/*.json")):
@@ -254,7 +283,13 @@ def main() -> None:
             else:
                 documents.insert(0, without_outrun(before))
                 commits.insert(0, before["commit"])
+        complete = known.with_name(f"{name}.json")
         try:
+            if given.over and complete.exists():
+                old = json.loads(complete.read_text())
+                alike([old, *documents])
+                write(over(old, documents, given.commit), [old["commit"], given.commit], given.into)
+                continue
             alike(documents)
             merge = {"perplexity": perplexity, "ring": merge_ring}.get(name, slices)
             write(merge(documents), commits, given.into)
