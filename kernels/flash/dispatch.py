@@ -57,7 +57,7 @@ class Faster(NamedTuple):
     tiles: int = 0
 
 
-# What auto takes: for a pass, and for "" and each feature, the first row that has the head_dim. The numbers are times
+# What auto takes: for a pass, and for "" and each feature, what a row with the head_dim takes. The numbers are times
 # over the portable kernels' (kernels/log/dispatch.md): of what the row takes, and "few" of fewer tiles.
 AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # of a feature that is not here
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
@@ -85,6 +85,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(40, 56, 512, 1024),  # 48: 0.60 to 0.81
         Faster(72, 120),  # 0.45 to 0.66; few 0.86 and 0.87. 16 and 32: 0.95 to 1.49
         Faster(136, 256, 256),  # 0.41 to 0.63; few 0.54 to 0.93, but of 128 queries 1.04 to 1.12
+        Faster(256, 256, tiles=1024),  # of 128 queries 0.74 and 0.76
     ),
     ("backward", "kv_lengths"): (
         Faster(64, 64),
@@ -163,8 +164,8 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
     features = request.features - NO_FORM[which]
     for name in ("", *sorted(features)):
         rows, beside = FASTER.get((which, name), AS_WITHOUT), f" with {name}" if name else ""
-        row = next((row for row in rows if row.smallest <= head_dim <= row.largest), None)
-        if row is None:
+        its = [row for row in rows if row.smallest <= head_dim <= row.largest]
+        if not its:
             spans = sorted({row[:2] for row in rows})
             outer = [
                 (a, b) for a, b in spans if not any(c <= a <= b <= d for c, d in spans if (c, d) != (a, b))
@@ -173,10 +174,17 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
             return f"head_dim {' or '.join(dims)}{beside}, not {head_dim}"
         if others := sorted(features - {name} - TIMED_BESIDE.get(name, features)):
             return f"attention without {others[0]} beside {name}"
-        if length is not None and length < row.queries:
-            return f"{row.queries} queries or more{beside}, not {length}"
-        if length is not None and heads is not None and heads * -(-length // TILE) < row.tiles:
-            return f"{row.tiles} tiles of {TILE} queries or more{beside}"
+        lacking = [_row_needs(row, length, heads, beside) for row in its]
+        if all(lacking):
+            return lacking[0]
+    return None
+
+
+def _row_needs(row: Faster, length: int | None, heads: int | None, beside: str) -> str | None:
+    if length is not None and length < row.queries:
+        return f"{row.queries} queries or more{beside}, not {length}"
+    if length is not None and heads is not None and heads * -(-length // TILE) < row.tiles:
+        return f"{row.tiles} tiles of {TILE} queries or more{beside}"
     return None
 
 
