@@ -130,10 +130,15 @@ def test_a_lost_rank_is_named_and_the_run_is_saved(user_environment, large, tmp_
     assert all(each.isfinite().all() for each in load_weights(find(tmp_path / "run"), "cpu").values())
 
 
-def test_a_slow_rank_is_named_among_those_that_share_its_sequences(user_environment, large, tmp_path):
-    shared = [*large, "parallel.context=2", "trainer.compile=false"]
+@pytest.mark.parametrize("late", ["host", "device"])
+def test_a_slow_rank_is_named(user_environment, large, tmp_path, late):
+    """The other GPU waits in NCCL's kernels: in attention, or for gradients, or for parts of the model."""
     runs = {
-        "ring": [*shared, "parallel.gather_keys=false"],
-        "gathered": [*shared, "parallel.gather_keys=true"],
+        "ring": ["parallel.context=2", "parallel.gather_keys=false"],
+        "gathered": ["parallel.context=2", "parallel.gather_keys=true"],
+        "whole": [],
+        "full": ["parallel.shard=full"],
     }
-    check_the_last_is_named(2, runs, tmp_path, user_environment, "cuda")
+    common = [*large, "trainer.batch_tokens=8192", "trainer.compile=false"]
+    runs = {name: [*common, *settings] for name, settings in runs.items()}
+    check_the_last_is_named(2, runs, tmp_path, user_environment, "cuda", late)
