@@ -110,7 +110,7 @@ def judge(trained: list[Trained]) -> list[Verdict]:
     if len(found) < FEWEST or gap is None:
         return verdicts
     apart = sorted(pair.apart for pair in found)
-    mean, half = statistics.fmean(apart), half_width(apart)
+    mean, half = round(statistics.fmean(apart), 4) + 0.0, half_width(apart)  # no -0.0000
     tokens = found[0].naive.steps * found[0].naive.batch_tokens / 1e6
     what = f"flash minus naive, mean over {len(found)} pairs of runs of {tokens:.0f} M tokens"
     ours = f"{mean:+.4f} nats, 95 % interval {mean - half:+.4f} to {mean + half:+.4f}"
