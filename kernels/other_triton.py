@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .versions import PAIRS, VERIFIED_TRITON, numbers_of
+from .versions import PAIRS, VERIFIED, numbers_of
 
 ROOT = Path(__file__).parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -35,7 +35,7 @@ def report_with(requirement: str, module: str, arguments: list[str]) -> int:
     torch, triton = newest("torch"), newest("triton")
     print(f"newest: torch {torch}, triton {triton}", flush=True)
     found = unknown(torch, triton, *map(pinned, ("requirements.txt", "requirements-latest.txt")))
-    if triton not in VERIFIED_TRITON:
+    if triton not in VERIFIED.values():
         print("the Hopper kernels are not verified with it: run `pytest -m gpu` on a Hopper GPU", flush=True)
     code = _run_with(f"triton=={triton}", module, arguments)
     if found:
@@ -46,7 +46,7 @@ def report_with(requirement: str, module: str, arguments: list[str]) -> int:
 def _run_with(requirement: str, module: str, arguments: list[str]) -> int:
     if not re.fullmatch(r"triton==[\w.+]+", requirement):
         sys.exit(
-            f"--with {requirement}: it must be newest, or a release such as triton=={VERIFIED_TRITON[-1]}"
+            f"--with {requirement}: it must be newest, or a release such as triton=={[*PAIRS.values()][-1]}"
         )
     with tempfile.TemporaryDirectory() as folder:
         install = [*PIP, "install", "--quiet", "--no-deps", "--target", folder, requirement]

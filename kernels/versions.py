@@ -1,7 +1,7 @@
 """Which releases of torch and triton our kernels run with, and what to do about others: one line each.
 
     torch 2.11 and later, with the triton that it was built with; beside another a line on stderr says so
-    the Hopper kernels: a triton with which flash has passed its GPU tests; with others the portable kernels run
+    the Hopper kernels: a pair with which flash has passed its GPU tests; with others the portable kernels run
 
 `python -m kernels.compile_report --with newest` compares these with the newest releases.
 """
@@ -17,10 +17,17 @@ import sys
 
 import torch
 
-# torch -> the triton it was built with, from the oldest that pyproject.toml admits to the newest that was tested.
-PAIRS = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
+# torch -> the triton that it requires, from the oldest that pyproject.toml admits to the newest.
+PAIRS = {
+    "2.11": "3.6.0",
+    "2.12.0": "3.7.0",
+    "2.12": "3.7.1",  # of its other releases
+    "2.13": "3.7.1",
+    "2.14": "3.8.0",
+    "2.15": "3.9.0",
+}
 # Gluon is experimental and its API changes: with these the GPU tests of flash passed on a Hopper GPU (docs/gpu.md).
-VERIFIED_TRITON = ("3.7.1", "3.8.0", "3.9.0")
+VERIFIED = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 # They compile from this release on, where hopper/primitives.py knows what changed.
 OLDEST_GLUON = (3, 7)
 INTERPRET = " (TRITON_INTERPRET=1 interprets it, slowly)"  # of what needs a GPU
@@ -89,13 +96,11 @@ def gluon_lacks() -> str | None:
     """What the Hopper kernels would need of a triton that the others run with, or None. Imports triton."""
     import triton
 
-    verified = [(each, own) for each, own in PAIRS.items() if own in VERIFIED_TRITON]
-    this = numbers_of(torch.__version__)
-    pair = next((each for each in verified if numbers_of(each[0]) >= this), verified[-1])
-    if triton.__version__ not in VERIFIED_TRITON:
-        return f"triton {' or '.join(VERIFIED_TRITON)}, not {triton.__version__} ({_install(pair)})"
-    if unknown := unknown_pair():
-        return f"a pair that is verified: {unknown} ({_install(pair)})"
+    if triton.__version__ not in VERIFIED.values():
+        return f"triton {' or '.join(VERIFIED.values())}, not {triton.__version__} ({_install(_verified_pair())})"
+    if VERIFIED.get(_minor(torch.__version__)) != triton.__version__:
+        pair = f"torch {torch.__version__} and triton {triton.__version__}"
+        return f"a pair that is verified, not {pair} ({_install(_verified_pair())})"
     return None
 
 
@@ -173,9 +178,19 @@ def _install(pair: tuple[str, str], again: bool = False) -> str:
 
 
 def _own_pair() -> tuple[str, str]:
-    """This torch and the triton that it was built with; of a release that is not in PAIRS, the newest pair."""
-    number = ".".join(map(str, numbers_of(torch.__version__)))
-    return (number, PAIRS[number]) if number in PAIRS else list(PAIRS.items())[-1]
+    """This torch and the triton that it requires; of a release that is not in PAIRS, the newest pair."""
+    names = torch.__version__.partition("+")[0], _minor(torch.__version__)
+    return next(((each, PAIRS[each]) for each in names if each in PAIRS), list(PAIRS.items())[-1])
+
+
+def _verified_pair() -> tuple[str, str]:
+    """The pair for the Hopper kernels that is nearest to this torch, and not older if there is one."""
+    this, pairs = numbers_of(torch.__version__), list(VERIFIED.items())
+    return next((pair for pair in pairs if numbers_of(pair[0]) >= this), pairs[-1])
+
+
+def _minor(version: str) -> str:
+    return ".".join(map(str, numbers_of(version)))
 
 
 @functools.cache

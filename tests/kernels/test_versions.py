@@ -34,7 +34,8 @@ def test_the_two_requirements_differ_in_their_pair_alone_and_versions_knows_both
 
     assert others("requirements.txt") == others("requirements-latest.txt")
     assert unknown(*LATEST, USUAL, LATEST) == []
-    assert USUAL[1] in versions.VERIFIED_TRITON
+    assert versions.VERIFIED.items() <= versions.PAIRS.items()
+    assert {USUAL[1], LATEST[1]} <= {*versions.VERIFIED.values()}
 
 
 def test_the_weekly_workflow_takes_every_pair_but_the_pinned_one() -> None:
@@ -42,9 +43,9 @@ def test_the_weekly_workflow_takes_every_pair_but_the_pinned_one() -> None:
     assert workflow[True]["schedule"]  # YAML 1.1 reads "on" as true
     newest, *others = workflow["jobs"]["quick"]["strategy"]["matrix"]["requirements"]
     assert newest == "-r requirements-latest.txt"
-    pinned_triton, latest = (pair[1] for pair in (USUAL, LATEST))
+    elsewhere = {USUAL[1], LATEST[1], versions.PAIRS["2.12.0"]}  # no run has 2.12 (docs/gpu.md)
     known = {f"torch=={torch}.0 triton=={triton}": triton for torch, triton in versions.PAIRS.items()}
-    expected = {words for words, triton in known.items() if triton not in (pinned_triton, latest)}
+    expected = {words for words, triton in known.items() if triton not in elsewhere}
     assert {next(words for words in known if words in each) for each in others} == expected
     assert len(others) == len(expected)
     assert any("--with newest" in step.get("run", "") for step in workflow["jobs"]["eye"]["steps"])
@@ -59,6 +60,8 @@ def test_the_weekly_workflow_takes_every_pair_but_the_pinned_one() -> None:
             "3.6.0",
             r"triton 3\.7\.1 or newer beside torch 2\.13\.0\+cu130, not 3\.6\.0 \(pip install",
         ),
+        ("2.12.0+cu130", "3.6.0", r"triton 3\.7\.0 or newer beside .* \(pip install triton==3\.7\.0\)"),
+        ("2.12.1", "3.6.0", r"triton 3\.7\.1 or newer beside .* \(pip install triton==3\.7\.1\)"),
         ("9.1.0", "3.8.0", r"triton 3\.9\.0 or newer beside torch 9\.1\.0, not 3\.8\.0"),
     ],
 )
@@ -102,16 +105,25 @@ def hopper(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch_version", "remedy"),
-    [("2.13.0", "triton==3.7.1"), ("2.15.0", "triton==3.7.1 torch==2.13.*")],
+    ("torch_version", "triton_version", "lacking", "remedy"),
+    [
+        ("2.11.0", "3.6.0", "triton 3.7.1 or 3.8.0 or 3.9.0, not 3.6.0", "triton==3.7.1 torch==2.13.*"),
+        ("2.12.0", "3.7.0", "triton 3.7.1 or 3.8.0 or 3.9.0, not 3.7.0", "triton==3.7.1 torch==2.13.*"),
+        (
+            "2.12.1",
+            "3.7.1",
+            "a pair that is verified, not torch 2.12.1 and triton 3.7.1",
+            "triton==3.7.1 torch==2.13.*",
+        ),
+        ("2.15.1", "3.9.1", "triton 3.7.1 or 3.8.0 or 3.9.0, not 3.9.1", "triton==3.9.0"),
+    ],
 )
-def test_an_unverified_triton_leaves_the_portable_kernels_and_says_so_once(
-    hopper, monkeypatch, capsys, torch_version, remedy
+def test_a_pair_that_is_not_verified_leaves_the_portable_kernels_and_says_so_once(
+    hopper, monkeypatch, capsys, torch_version, triton_version, lacking, remedy
 ) -> None:
-    lacking = "triton 3.7.1, not 9.9.9"
-    monkeypatch.setattr(triton, "__version__", "9.9.9")
+    monkeypatch.setattr(triton, "__version__", triton_version)
     monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(versions, "VERIFIED_TRITON", ("3.7.1",))
+    assert versions.kernels_lack() is None
     assert [kernels.attention_tier("flash", **ON_HOPPER) for _ in range(2)] == ["triton", "triton"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}")
@@ -120,9 +132,12 @@ def test_an_unverified_triton_leaves_the_portable_kernels_and_says_so_once(
         kernels.resolve_attention("flash", tier="hopper", **ON_HOPPER)
 
 
-def test_a_verified_triton_runs_the_hopper_kernels(hopper, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(triton, "__version__", versions.VERIFIED_TRITON[0])
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
+@pytest.mark.parametrize(("torch_version", "triton_version"), versions.VERIFIED.items())
+def test_a_verified_pair_runs_the_hopper_kernels(
+    hopper, monkeypatch, capsys, torch_version, triton_version
+) -> None:
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.setattr(torch, "__version__", f"{torch_version}.0+cu130")
     assert kernels.attention_tier("flash", **ON_HOPPER) == "hopper"
     assert versions.kernels_lack() is None
     assert capsys.readouterr().err == ""
@@ -132,7 +147,7 @@ def test_a_verified_triton_runs_the_hopper_kernels(hopper, monkeypatch, capsys) 
     ("torch_version", "triton_version", "own", "verified"),
     [
         ("2.13.0+cpu", "3.9.0", "triton==3.7.1", "triton==3.7.1"),
-        ("2.11.0", "3.9.0", "triton==3.6.0", "triton==3.7.1 torch==2.12.*"),
+        ("2.11.0", "3.9.0", "triton==3.6.0", "triton==3.7.1 torch==2.13.*"),
         ("2.16.0", "3.9.0", *["triton==3.9.0 torch==2.15.*"] * 2),
         ("2.16.0", "3.10.0", *["triton==3.9.0 torch==2.15.*"] * 2),
     ],
@@ -149,7 +164,6 @@ def test_a_pair_that_is_not_known_is_named_once_and_runs_the_portable_kernels(
     assert kernels.attention_tier("flash", **ON_HOPPER) == "triton"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"(pip install {verified})")
-    assert unknown in line or "3.10" in triton_version
     with pytest.raises(AttentionError, match=rf"attention\.tier=hopper needs .*{re.escape(verified)}"):
         kernels.resolve_attention("flash", tier="hopper", **ON_HOPPER)
 

@@ -1,8 +1,9 @@
-# Sourced: the installed triton counts as verified in this copy, so that the Hopper kernels run (docs/gpu.md, step 4).
+# Sourced: the installed pair counts as verified in this copy, so that the Hopper kernels run (docs/gpu.md, step 4).
 own=$(python -c 'import triton; print(triton.__version__)')
+minor=$(python -c 'import torch; print(*torch.__version__.split(".")[:2], sep=".")')
 case $own in
 3.6*) ;; # the Hopper kernels do not compile
-*) sed -i "s/^VERIFIED_TRITON = .*/VERIFIED_TRITON = (\"$own\",)/" kernels/versions.py ;;
+*) sed -i "s/^VERIFIED = .*/VERIFIED = {\"$minor\": \"$own\"}/" kernels/versions.py ;;
 esac
 python - <<'P'
 import torch, triton
