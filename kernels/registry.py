@@ -192,9 +192,12 @@ def resolve_attention(
     if name == "auto":
         if not (able := _able(request)):
             if tier != "auto":  # only one backend has tiers
+                reason = _reason(PREFERENCE[0], request)
+                if _reason(PREFERENCE[0], replace(request, tier="auto")) is None:
+                    raise AttentionError(f"attention=auto: {reason}")
                 raise AttentionError(
                     f"attention.tier={tier} applies to {PREFERENCE[0]} only, which cannot be used here: "
-                    f"{_reason(PREFERENCE[0], request)}; leave attention.tier out to get another backend"
+                    f"{reason}; leave attention.tier out to get another backend"
                 )
             asked = ", ".join(map(_in_words, sorted(request.features)))
             raise AttentionError(f"attention=auto: no backend supports {asked}")

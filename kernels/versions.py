@@ -67,7 +67,7 @@ def kernels_lack() -> str | None:
             f"a triton with Gluon, which this triton {triton.__version__} is without ({remedy(again=True)})"
         )
     if unknown := unknown_pair():
-        say_once(f"tilegpt: {unknown} ({remedy()})")
+        say_once(f"tilegpt: {unknown}; the portable kernels run ({_install(_verified_pair())})")
     return None
 
 

@@ -11,7 +11,6 @@ asks it by `chosen`; `kernels.why_portable` tells users. Triton is imported only
 import functools
 import importlib
 import os
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
@@ -21,7 +20,7 @@ import torch
 from ..arguments import BLOCK_MASK_SIZE
 from ..features import FEATURES
 from ..registry import AttentionError, AttentionRequest
-from ..versions import INTERPRET, cuda_not, gluon_lacks, kernels_lack
+from ..versions import INTERPRET, cuda_not, gluon_lacks, kernels_lack, say_once, unknown_pair
 from .call import Options, Tensors
 
 TIERS = ("auto", "triton", "hopper")
@@ -327,8 +326,11 @@ def machine_lacks(device: torch.device) -> str | None:
     """What the device or Triton lacks to run the Hopper kernels at all, or None."""
     if not is_hopper(device):
         return "a Hopper GPU (compute capability 9.0)"
-    if lacking := gluon_lacks():  # printed once: this function remembers
-        print(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}", file=sys.stderr)
+    lacking = gluon_lacks()
+    if lacking and unknown_pair():
+        kernels_lack()  # which says so, once for all kernels
+    elif lacking:
+        say_once(f"tilegpt: the portable kernels run, since those for Hopper need {lacking}")
     return lacking
 
 
