@@ -28,13 +28,11 @@ from typing import Any
 
 import torch
 
-from .other_triton import WITH, report_with
-from .versions import OLDEST_GLUON, has_gluon, no_triton, numbers_of, remedy
+from .other_triton import REPORT, WITH, report_of_another
+from .versions import OLDEST_GLUON, has_gluon, no_triton, numbers_of, remedy, unknown_pair
 
-if __name__ == "__main__":  # before the installed triton matters, which may be absent
-    chosen, others = WITH.parse_known_args()
-    if chosen.requirement:
-        sys.exit(report_with(chosen.requirement, f"{__package__}.compile_report", others))
+if __name__ == "__main__" and (code := report_of_another()) is not None:
+    sys.exit(code)  # before the installed triton matters, which may be absent
 if os.environ.get("TRITON_INTERPRET") == "1":
     sys.exit("kernels.compile_report compiles kernels, which TRITON_INTERPRET=1 prevents: unset it")
 if lacking := no_triton():
@@ -366,13 +364,16 @@ def _read_amd(assembly: str, shared_bytes: int) -> Report:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; return 1 if any tile must not ship."""
+    if (code := report_of_another(arguments)) is not None:
+        return code
+    about = __doc__.split("\n")[0]
     parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.compile_report", description=__doc__.split("\n")[0], parents=[WITH]
+        f"python -m {REPORT}", description=about, parents=[WITH], allow_abbrev=False
     )
     parser.add_argument("--arch", nargs="+", default=list(GPUS), choices=GPUS)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument(
-        "--feature", choices=sorted(FORMS), help="compile every tile with this feature instead"
+        "--feature", choices=sorted(FORMS.keys() - {""}), help="compile every tile with this feature instead"
     )
     tile_help = "compile this tile instead of the shipped ones"
     parser.add_argument("--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help=tile_help)
@@ -402,7 +403,8 @@ def main(arguments: list[str] | None = None) -> int:
         for job, (figures, problems) in zip(jobs, pool.map(outcome, jobs), strict=True):
             failed += bool(problems)
             print(job, figures, "FAILED: " + ", ".join(problems) if problems else "ok", flush=True)
-    print(f"{failed} of {len(jobs)} must not ship; {time.perf_counter() - started:.0f} s")
+    unknown = f"; {words}" if (words := unknown_pair()) else ""
+    print(f"{failed} of {len(jobs)} must not ship; {time.perf_counter() - started:.0f} s{unknown}")
     return 1 if failed else 0
 
 

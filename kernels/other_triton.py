@@ -15,6 +15,7 @@ from pathlib import Path
 from .versions import PAIRS, VERIFIED, numbers_of
 
 ROOT = Path(__file__).parents[1]
+REPORT = f"{__package__}.compile_report"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 WITH = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
 WITH.add_argument(
@@ -23,6 +24,12 @@ WITH.add_argument(
     metavar="triton==X",
     help="a release of Triton for pip to download, or newest: then releases that versions.py does not know fail",
 )
+
+
+def report_of_another(arguments: list[str] | None = None) -> int | None:
+    """The exit code of the report with the Triton that --with names; None where the arguments have no --with."""
+    chosen, others = WITH.parse_known_args(arguments)
+    return None if chosen.requirement is None else report_with(chosen.requirement, REPORT, others)
 
 
 def report_with(requirement: str, module: str, arguments: list[str]) -> int:
@@ -62,9 +69,8 @@ def newest(package: str) -> str:
     found = subprocess.run([*PIP, "index", "versions", package], capture_output=True, text=True)
     release = re.match(rf"{package} \((\S+)\)", found.stdout)
     if release is None:
-        sys.exit(
-            f"--with newest: pip finds no release of {package}: {found.stderr.strip().splitlines()[-1:]}"
-        )
+        reason = found.stderr.strip().rpartition("\n")[2].removeprefix("ERROR: ") or "it says nothing"
+        sys.exit(f"--with newest: pip finds no release of {package}: {reason}")
     return release[1]
 
 

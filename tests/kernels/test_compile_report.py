@@ -326,6 +326,46 @@ def test_the_interpreter_is_refused() -> None:
     assert "unset it" in done.stderr
 
 
+REFUSED = """
+import contextlib, io
+from kernels.compile_report import main
+for words in ["--wit", "newest"], ["--with", "triton"], ["--with="], ["--feature", ""], ["--help"]:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            main([*words, "--kernel", "flash1_forward", "--arch", "80", "--head-dim", "64"])
+    except SystemExit as refusal:
+        print(refusal, "".join(said.getvalue().split("compile_report: error:")[-1].split()))
+"""
+
+
+def test_no_word_is_dropped_or_taken_for_another(child) -> None:
+    """--wit newest once compiled with the installed Triton, and so did --with for those who call main()."""
+    short, not_a_release, empty, no_feature, help_ = answered(child, REFUSED)[1].splitlines()
+    assert short == "2 unrecognizedarguments:--witnewest"
+    assert not_a_release.startswith("--with triton: it must be newest, or a release such as triton==")
+    assert empty.startswith("--with : it must be newest, or a release such as triton==")
+    assert no_feature.startswith("2 argument--feature:invalidchoice:''")
+    assert "--feature{alibi_slopes," in help_
+
+
+UNKNOWN_PAIR = """
+import torch
+from kernels.compile_report import main
+own = torch.__version__
+for torch.__version__ in own, "9.1.0":
+    result = main(["--kernel", "flash1_forward", "--arch", "80", "--head-dim", "64"])
+torch.__version__ = own
+"""
+
+
+def test_a_pair_that_is_not_known_is_named_in_the_last_line(child) -> None:
+    code, said = answered(child, UNKNOWN_PAIR)
+    known, unknown = (line for line in said.splitlines() if "must not ship" in line)
+    assert (code, known.rpartition(" ")[2]) == (0, "s")
+    assert unknown.endswith(f" s; torch 9.1.0 and triton {triton.__version__} are not known to work together")
+
+
 TOO_OLD = """
 import triton
 from kernels.compile_report import main

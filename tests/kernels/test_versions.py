@@ -328,6 +328,23 @@ def test_another_triton_must_be_a_release() -> None:
         report_with("triton", "kernels.compile_report", [])
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "WARNING: experimental\nERROR: No matching distribution found for torch\n",
+            "No matching .* for torch",
+        ),
+        ("", "it says nothing"),
+    ],
+)
+def test_what_pip_says_of_a_package_that_it_does_not_find_is_a_line(monkeypatch, said, reason) -> None:
+    pip = sys.executable, "-c", f"import sys; sys.exit({said.strip()!r})"
+    monkeypatch.setattr(other_triton, "PIP", pip)
+    with pytest.raises(SystemExit, match=f"^--with newest: pip finds no release of torch: {reason}$"):
+        other_triton.newest("torch")
+
+
 def test_releases_that_are_newer_than_those_we_know_are_named() -> None:
     (torch, triton), newer = LATEST, [f"{each}.1" for each in LATEST]
     assert unknown(torch, triton, USUAL, LATEST) == unknown(f"{torch}+cpu", "3.7.1", USUAL, LATEST) == []
