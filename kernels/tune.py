@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .versions import kernels_lack, no_cuda
+from .versions import kernels_lack, mismatched_libraries, no_cuda
 
 if lacking := kernels_lack():
     sys.exit(f"kernels.tune needs {lacking}")
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--out", type=Path, help="write here instead of the user's cache")
     options = parser.parse_args(arguments)
-    if lacking := no_cuda():
+    if lacking := no_cuda() or mismatched_libraries():
         sys.exit(f"kernels.tune times kernels on a GPU: {lacking}")
     found = list(cases(options.head_dim))
     shortest = [case for case in found if case.length == LENGTHS[0]]  # kernels are not specialised on length

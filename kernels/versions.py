@@ -117,12 +117,14 @@ def no_cuda() -> str | None:
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
-        number = torch.__version__.partition("+")[0]
-        return f"torch {torch.__version__} is built without CUDA (pip install -U --force-reinstall torch=={number})"
+        # PyPI's has CUDA; == would take +cpu again, where another index or a folder has it.
+        from_pypi = f"pip install --force-reinstall torch==={_release()} --index-url https://pypi.org/simple"
+        return f"torch {torch.__version__} is built without CUDA ({from_pypi})"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f"torch {torch.__version__} finds no usable CUDA driver: {_first_sentence(error)}"
+        why = f"{_first_sentence(error)} (install or update the NVIDIA driver)"
+        return f"torch {torch.__version__} finds no usable CUDA driver: {why}"
     return "torch sees no CUDA device (is CUDA_VISIBLE_DEVICES empty?)"
 
 
@@ -140,7 +142,7 @@ def mismatched_libraries() -> str | None:
 
     Of a runtime that is older than torch's own, but has all that torch loads, a line on stderr says so, once.
     """
-    remedy = "(pip install -U --force-reinstall torch, without LD_LIBRARY_PATH)"
+    remedy = f"(pip install --force-reinstall torch=={_release()}, without LD_LIBRARY_PATH)"
     try:
         torch.backends.cudnn.version()  # compares with what torch was built with
     except RuntimeError as error:
@@ -179,7 +181,7 @@ def _install(pair: tuple[str, str], again: bool = False) -> str:
 
 def _own_pair() -> tuple[str, str]:
     """This torch and the triton that it requires; of a release that is not in PAIRS, the newest pair."""
-    names = torch.__version__.partition("+")[0], _minor(torch.__version__)
+    names = _release(), _minor(torch.__version__)
     return next(((each, PAIRS[each]) for each in names if each in PAIRS), list(PAIRS.items())[-1])
 
 
@@ -187,6 +189,10 @@ def _verified_pair() -> tuple[str, str]:
     """The pair for the Hopper kernels that is nearest to this torch, and not older if there is one."""
     this, pairs = numbers_of(torch.__version__), list(VERIFIED.items())
     return next((pair for pair in pairs if numbers_of(pair[0]) >= this), pairs[-1])
+
+
+def _release() -> str:
+    return torch.__version__.partition("+")[0]
 
 
 def _minor(version: str) -> str:

@@ -239,7 +239,10 @@ def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, cap
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    words = rf"torch {re.escape(torch.__version__)} is built without CUDA \(pip install -U --force-reinstall torch=="
+    again = f"torch==={torch.__version__.partition('+')[0]} --index-url https://pypi.org/simple"
+    words = re.escape(
+        f"torch {torch.__version__} is built without CUDA (pip install --force-reinstall {again})"
+    )
     with pytest.raises(SystemExit, match=rf"^kernels\.tune times kernels on a GPU: {words}"):
         tune.main([])
     assert main(["training"]) == 1
@@ -260,11 +263,11 @@ def test_a_cuda_runtime_older_than_torchs_own_is_told_once(monkeypatch, tmp_path
     for own in ("97.2", "97.1", "96.0", "97.4", "97.4"):  # as old, newer, not loaded, and older
         monkeypatch.setattr(torch.version, "cuda", own)
         assert versions.mismatched_libraries() is None
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"tilegpt: torch {torch.__version__} has loaded the CUDA runtime 97.2, older than its own (pip install "
+    release = torch.__version__.partition("+")[0]
+    assert capsys.readouterr().err == (
+        f"tilegpt: torch {torch.__version__} has loaded the CUDA runtime 97.2, older than its own "
+        f"(pip install --force-reinstall torch=={release}, without LD_LIBRARY_PATH)\n"
     )
-    assert line.endswith(", without LD_LIBRARY_PATH)")
     monkeypatch.delattr(os, "RTLD_NOLOAD")  # as on Windows
     assert versions.mismatched_libraries() is None
 
@@ -435,18 +438,41 @@ def test_a_torch_without_cuda_is_named(monkeypatch) -> None:
         resolve_device("cuda")
 
 
+def test_a_driver_that_is_too_old_is_named_with_what_to_do(monkeypatch) -> None:
+    def init() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by "
+            "downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    why = (
+        r"The NVIDIA driver on .* is too old \(found version 11040\) \(install or update the NVIDIA driver\)"
+    )
+    with pytest.raises(
+        ConfigError, match=rf"finds no usable CUDA driver: {why}; or use trainer\.device=cpu\.$"
+    ):
+        resolve_device("cuda")
+
+
 def test_another_cudnn_than_torch_was_built_with_is_named(monkeypatch) -> None:
     def version() -> int:
         raise RuntimeError(
             "cuDNN version incompatibility: PyTorch was compiled against (9, 26, 0). And so on."
         )
 
+    from kernels import tune
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
-    with pytest.raises(
-        ConfigError, match=r"trainer.device=cuda: cuDNN version .* \(9, 26, 0\) \(pip install"
-    ):
+    said = r"cuDNN version .* \(9, 26, 0\) \(pip install --force-reinstall torch==2\.13\.0, without LD_"
+    with pytest.raises(ConfigError, match=f"^trainer.device=cuda: {said}"):
         resolve_device("cuda")
+    with pytest.raises(SystemExit, match=rf"^kernels\.tune times kernels on a GPU: {said}"):
+        tune.main([])
 
 
 MOVED = """
