@@ -13,10 +13,13 @@ Importing this package imports nothing heavy.
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 # `datasets` and `zstandard` are needed by some sources alone.
 if missing := [name for name in ("numpy", "tiktoken", "filelock", "tqdm") if find_spec(name) is None]:
-    hint = f"not installed: {', '.join(missing)} (pip install -r requirements.txt, or 'tilegpt[data]')"
+    checkout = Path(__file__).parent.joinpath("../requirements.txt").is_file()
+    packages = "-r requirements.txt" if checkout else " ".join(missing)
+    hint = f"not installed: {', '.join(missing)} (pip install {packages})"
     # `python -m data.inspect` loads this package before the module: an import raises, a command ends with one line.
     if any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
         sys.exit(f"error: {hint}")

@@ -17,12 +17,16 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # `python -m kernels.tune` loads this package before the module: an import raises, but a command ends with one line.
 if any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
     if find_spec("torch") is None:
-        sys.exit("error: not installed: torch (pip install -r requirements.txt)")
+        checkout = Path(__file__).parent.joinpath("../requirements.txt").is_file()
+        sys.exit(
+            f"error: not installed: torch (pip install {'-r requirements.txt' if checkout else 'torch'})"
+        )
     try:
         import_module("torch")
     except (ImportError, OSError) as error:

@@ -158,7 +158,7 @@ def test_kernels_and_model_run_from_the_wheel_with_torch_and_triton_alone(instal
     assert python("-c", interpreter).stderr.endswith(
         "Error: TRITON_INTERPRET=1 needs NumPy (pip install numpy)\n"
     )
-    lacking = r"not installed: numpy, tiktoken, .*\(pip install .* 'tilegpt\[data\]'\)\n"
+    lacking = r"not installed: numpy, tiktoken, .*\(pip install numpy tiktoken [a-z ]+\)\n"
     imported = python("-c", "import tilegpt.data.corpora")
     assert re.search(rf"\nModuleNotFoundError: {lacking}$", imported.stderr)
     inspected = python("-m", "tilegpt.data.inspect", "tokens")
@@ -188,6 +188,8 @@ def test_data_prepares_and_inspects_a_corpus_from_the_wheel_with_its_extra(insta
     assert inspected.returncode == 0, inspected.stderr
     assert re.search(r"^tokenizer +bytes, 257 tokens", inspected.stdout, re.MULTILINE)
     assert "validation document 0: " in inspected.stdout
+    tuned = python("-m", "tilegpt.kernels.tune")
+    assert (tuned.returncode, tuned.stderr) == (1, "error: not installed: torch (pip install torch)\n")
 
 
 def test_the_package_takes_what_a_checkout_is_tested_with():
