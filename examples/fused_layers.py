@@ -6,23 +6,24 @@ It needs a CUDA device; with TRITON_INTERPRET=1 and NumPy it runs on a CPU, in s
 the folder beside this file; elsewhere `pip install .` brings it.
 """
 
-import os
 import sys
 
 import torch
 from tilegpt.kernels import get_attention, packed_form
+from tilegpt.kernels.layers import lacking
+from tilegpt.model import FusedGPT, FusedLayers, GPTConfig
+
+if missing := lacking("cuda" if torch.cuda.is_available() else "cpu"):
+    sys.exit(f"GPT-2 with our kernels needs {missing}")
+
 from tilegpt.kernels.layers.dropout import dropout
 from tilegpt.kernels.layers.embedding import embedding
 from tilegpt.kernels.layers.linear_add_norm import dropout_add_norm
 from tilegpt.kernels.layers.linear_cross_entropy import linear_cross_entropy
 from tilegpt.kernels.layers.linear_gelu import linear_gelu
 from tilegpt.kernels.layers.mlp import mlp
-from tilegpt.model import FusedGPT, FusedLayers, GPTConfig
 
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    sys.exit("no CUDA device; on a CPU: TRITON_INTERPRET=1 python examples/fused_layers.py")
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
 flash = get_attention("flash")
 layers = FusedLayers(linear_gelu, dropout_add_norm, embedding, dropout, mlp=mlp)
 config = GPTConfig(vocab_size=1000, seq_len=32, n_layer=1, n_head=1, n_embd=64, dropout=0.1)

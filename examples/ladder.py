@@ -18,9 +18,14 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from tilegpt.kernels import get_attention
+from tilegpt.kernels.versions import kernels_lack
+
+if missing := kernels_lack():
+    sys.exit(f"our kernels need {missing}")
+
 import triton
 import triton.language as tl
-from tilegpt.kernels import get_attention
 from tilegpt.kernels.history import flash1
 from tilegpt.kernels.history.softmax import online_softmax, safe_softmax
 

@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from tilegpt.kernels import get_attention
 from tilegpt.kernels.ring import ring_attention, shard_positions
+from tilegpt.kernels.versions import kernels_lack
 
 if "LOCAL_RANK" not in os.environ:
     sys.exit("run by torchrun: torchrun --standalone --nproc_per_node=2 examples/ring_attention.py")
+if missing := kernels_lack():
+    sys.exit(f"our kernels need {missing}")
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 dist.init_process_group("nccl" if on_gpu else "gloo")

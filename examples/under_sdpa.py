@@ -10,10 +10,13 @@ import sys
 
 import tilegpt.kernels
 import torch
+from tilegpt.kernels.versions import kernels_lack
 from torch.nn.functional import scaled_dot_product_attention
 
 if not torch.cuda.is_available():
     sys.exit("no CUDA device, where torch has a flash backend to replace; examples/train.py runs on a CPU")
+if missing := kernels_lack():
+    sys.exit(f"our kernels need {missing}")
 q, k, v = torch.randn(3, 4, 12, 1024, 64, device="cuda", dtype=torch.bfloat16)
 theirs = scaled_dot_product_attention(q, k, v, is_causal=True)
 

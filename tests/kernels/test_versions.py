@@ -208,6 +208,8 @@ TRAIN = "train.py attention=flash data=python_source logger=none trainer.device=
         "-m reproduce attention backends=flash --tiny --results {}/results",
         "-m benchmarks loss --tiny --results {}/results",
         "-m kernels.tune",
+        "examples/fused_layers.py",
+        "examples/ladder.py",
     ],
 )
 def test_a_triton_without_gluon_is_refused_in_a_line(command, tmp_path) -> None:
