@@ -117,9 +117,9 @@ def no_cuda() -> str | None:
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
-        # PyPI's has CUDA; == would take +cpu again, where another index or a folder has it.
-        from_pypi = f"pip install --force-reinstall torch==={_release()} --index-url https://pypi.org/simple"
-        return f"torch {torch.__version__} is built without CUDA ({from_pypi})"
+        # With == pip would take +cpu again, where an index or a folder has it.
+        again = f"pip install --force-reinstall torch==={_release()}, from PyPI and no index of CPU builds"
+        return f"torch {torch.__version__} is built without CUDA ({again})"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

@@ -241,7 +241,7 @@ def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, cap
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    again = f"torch==={torch.__version__.partition('+')[0]} --index-url https://pypi.org/simple"
+    again = f"torch==={torch.__version__.partition('+')[0]}, from PyPI and no index of CPU builds"
     words = re.escape(
         f"torch {torch.__version__} is built without CUDA (pip install --force-reinstall {again})"
     )
