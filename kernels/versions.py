@@ -118,7 +118,7 @@ def no_cuda() -> str | None:
         return None
     if torch.version.cuda is None and torch.version.hip is None:
         # With == pip would take +cpu again, where an index or a folder has it.
-        again = f"pip install --force-reinstall torch==={_release()}, from PyPI and no index of CPU builds"
+        again = f"from PyPI, not an index of CPU builds: pip install --force-reinstall torch==={_release()}"
         return f"torch {torch.__version__} is built without CUDA ({again})"
     try:
         torch.cuda.init()

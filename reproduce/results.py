@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -58,15 +59,24 @@ def slug(device_name: str) -> str:
 
 def changed_since(document: Results) -> list[str]:
     """The names that a document's figures depend on and whose code has changed since; see `depends.py`."""
-    return depends.changed(document["depends"], document["experiment"])
+    recorded = (document["depends"], *document.get("again", {}).values())
+    changed = (name for each in recorded for name in depends.changed(each, document["experiment"]))
+    return list(dict.fromkeys(changed))
 
 
 def faster_since(document: Results) -> list[str]:
     """What of a document has become faster since; see `depends.py`."""
-    words = (
-        each.words for each in _outrun(document) if any(_is_outrun(each, s) for s in document["samples"])
-    )
-    return list(dict.fromkeys(words))
+    outrun = _outrun(document)
+    return list(dict.fromkeys(each.words for sample in document["samples"] for each in outrun(sample)))
+
+
+def timed_again(document: Results) -> str:
+    """Lengths of points newer than their document (.ci/gpu/merge.py --over): "8192, 16384 at 820bf2d"; or ""."""
+    lengths: dict[str, set[int]] = defaultdict(set)
+    for sample in document["samples"]:
+        if "again" in sample:
+            lengths[sample["again"]].add(sample["length"])
+    return "; ".join(f"{', '.join(map(str, sorted(its)))} at {commit}" for commit, its in lengths.items())
 
 
 def host_load(document: Results) -> str:
@@ -83,20 +93,23 @@ def host_load(document: Results) -> str:
 def without_outrun(document: Results) -> Results:
     """The document without what has become faster since: it is not to be joined with what is measured now."""
     outrun = _outrun(document)
-    if not outrun:
-        return document
-    stay = [sample for sample in document["samples"] if not any(_is_outrun(each, sample) for each in outrun)]
-    return {**document, "samples": stay}
+    stay = [sample for sample in document["samples"] if not outrun(sample)]
+    return document if len(stay) == len(document["samples"]) else {**document, "samples": stay}
 
 
-def _is_outrun(outrun: depends.Outrun, sample: Sample) -> bool:
-    """A sample that names its commit was measured by newer code than its document's (.ci/gpu/merge.py --over)."""
-    return "commit" not in sample and outrun.holds(sample)
+def _outrun(document: Results) -> Callable[[Sample], list[depends.Outrun]]:
+    """What of a sample has become faster since its code, the document's or that of the commit it names."""
 
+    def known(recorded: dict[str, str]) -> list[depends.Outrun]:
+        return [each for old, each in depends.FASTER_SINCE.items() if old in recorded.values()]
 
-def _outrun(document: Results) -> list[depends.Outrun]:
-    recorded = set(document["depends"].values())
-    return [each for old, each in depends.FASTER_SINCE.items() if old in recorded]
+    of_document = known(document["depends"])
+    of_commit = {commit: known(recorded) for commit, recorded in document.get("again", {}).items()}
+
+    def of(sample: Sample) -> list[depends.Outrun]:
+        return [each for each in of_commit.get(sample.get("again"), of_document) if each.holds(sample)]
+
+    return of
 
 
 class Store:

@@ -10,7 +10,7 @@ import tarfile
 import pytest
 
 from reproduce.depends import FASTER_SINCE
-from reproduce.results import faster_since, without_outrun
+from reproduce.results import changed_since, faster_since, timed_again, without_outrun
 from tests.conftest import ROOT
 
 FOLDER = ROOT / ".ci" / "gpu"
@@ -141,11 +141,18 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     assert [path.name for path in into.iterdir()] == ["attention.json"]
     merged = json.loads((into / "attention.json").read_text())
     assert (merged["state"], merged["commit"], merged["date"]) == ("complete", "abc to def", "2026-11-28")
-    assert merged["samples"] == [*before[:1], *before[3:], *({**each, "commit": "def"} for each in again[:2])]
+    assert merged["samples"] == [*before[:1], *before[3:], *({**each, "again": "def"} for each in again[:2])]
+    assert timed_again(merged) == "2048 at def"
     assert faster_since(merged)  # of 4096
     assert without_outrun(merged)["samples"] == [before[0], *merged["samples"][3:]]
-    merged["samples"] = merged["samples"][3:]
-    assert not faster_since(merged)
+    newest = {**merged, "samples": merged["samples"][3:]}
+    assert not faster_since(newest)
+    assert faster_since({**newest, "again": {"def": {"kernel": outrun}}})  # by their own code's hashes
+    assert changed_since({**newest, "again": {"def": {"kernel": "of no definition"}}}) == ["kernel"]
+    # Once more, and one process twice, which is no other process.
+    (folder / "attention.partial.json").write_text(json.dumps({**said, **new, "samples": [*again, again[2]]}))
+    subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    assert json.loads((into / "attention.json").read_text())["samples"] == merged["samples"]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from reproduce.results import changed_since, slug, without_outrun
 Document = dict
 ALL = {**EXPERIMENTS, **BENCHMARKS}
 VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver", "python", "device_name")
-TIMED = ("ms", "late", "clocks")  # of a sample: what timing it gave
+NO_PLACE = ("ms", "late", "clocks", "process", "again")  # what does not say which point a sample is of
 # What says which run of `perplexity` a sample is; the rest is what was measured.
 PLACE = ("kind", "of", "part", "name", "attention", "init_seed", "context", "micro_batch")
 PLACE += ("steps", "code", "lr", "when")
@@ -119,26 +119,28 @@ def slices(documents: list[Document]) -> Document:
 
 
 def over(whole: Document, documents: list[Document], commit: str) -> Document:
-    """A complete document with the points that every process timed again in place of its own. They name their commit:
-    the document stays one of the older code."""
+    """A complete document with the points that every process timed again in place of its own. They name their commit,
+    by which `again` has what that one's figures depend on: the document stays one of the older code."""
 
     def point(sample: dict) -> str:
-        return json.dumps({k: v for k, v in sample.items() if k not in (*TIMED, "process")}, sort_keys=True)
+        return json.dumps({k: v for k, v in sample.items() if k not in NO_PLACE}, sort_keys=True)
 
-    again: dict[str, list[dict]] = defaultdict(list)
+    found: dict[str, dict[int, dict]] = defaultdict(dict)
     for each in documents:
         for sample in each["samples"]:
             if "ms" in sample:
-                again[point(sample)].append({**sample, "commit": commit})
-    again = {at: its for at, its in again.items() if len(its) == whole["settings"]["processes"]}
+                found[point(sample)][sample["process"]] = {**sample, "again": commit}
+    every = set(range(whole["settings"]["processes"]))
+    again = {at: its for at, its in found.items() if its.keys() == every}
     samples = [each for each in whole["samples"] if "ms" not in each or point(each) not in again]
     print(f"  {len(again)} of {len({point(each) for each in whole['samples'] if 'ms' in each})} points again")
     last = newest(documents)
     return {
         **whole,
-        **{"date": last["date"], "depends": last["depends"] | whole["depends"]},
+        "date": last["date"],
+        "again": {**whole.get("again", {}), commit: last["depends"]},
         "seconds": round(whole["seconds"] + sum(each["seconds"] for each in documents), 1),
-        "samples": samples + [sample for its in again.values() for sample in its],
+        "samples": samples + [its[number] for its in again.values() for number in sorted(its)],
     }
 
 

@@ -55,6 +55,11 @@ class Faster(NamedTuple):
     queries: int = TILE
     tiles: int = 0
 
+    def takes_more_than(self, other: "Faster") -> bool:
+        """At a head_dim that both have: all that the other takes, and more."""
+        mine, its = (self.queries, self.tiles), (other.queries, other.tiles)
+        return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+
 
 # What auto takes: for a pass, and for "" and each feature, what a row with the head_dim takes. The numbers are times
 # over the portable kernels' (kernels/log/dispatch.md): of what the row takes, and "few" of fewer tiles.
@@ -164,6 +169,7 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
     for name in ("", *sorted(features)):
         rows, beside = FASTER.get((which, name), AS_WITHOUT), f" with {name}" if name else ""
         its = [row for row in rows if row.smallest <= head_dim <= row.largest]
+        its = [row for row in its if not any(each.takes_more_than(row) for each in its)]
         if not its:
             spans = sorted({row[:2] for row in rows})
             outer = [
@@ -173,9 +179,9 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
             return f"head_dim {' or '.join(dims)}{beside}, not {head_dim}"
         if others := sorted(features - {name} - TIMED_BESIDE.get(name, features)):
             return f"attention without {others[0]} beside {name}"
-        lacking = [_row_needs(row, length, heads, beside) for row in its]
-        if all(lacking):
-            return lacking[0]
+        lacking = [needed for row in its if (needed := _row_needs(row, length, heads, beside))]
+        if len(lacking) == len(its):
+            return ", or ".join(dict.fromkeys(lacking))
     return None
 
 

@@ -317,6 +317,52 @@ def test_the_mask_preparation_kernels_compile_without_spills(printed) -> None:
     assert printed(MASKS) == [[name, "0"] for name in names for _ in range(2)]
 
 
+BESIDE = """
+import contextlib, io, re
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernels.flash.call import Options
+from kernels.flash.hopper import launch
+from kernels.flash.hopper.backward_schedule import BLOCK_M, KEYS
+from kernels.flash.hopper.descriptors import tile_width
+
+triton.knobs.nvidia.dump_ptxas_log = True
+triton.knobs.compilation.always_compile = True  # a cached kernel would have no log
+launch.OVERLAPPED = {"launch_pdl": True}
+for dtype in torch.float16, torch.bfloat16:
+    for head_dim in 48, 64, 80, 128:
+        x, block_m = torch.empty(2, 3, 1024, head_dim, dtype=dtype, device="meta"), BLOCK_M[tile_width(head_dim)]
+        for prepared in (
+            launch._prepare_delta(x, x, 0, block_m, KEYS.value, True),
+            launch._prepare_round(x, 1024, None, Options(True, 1.0)),
+        ):
+            kernel, _, numbers, options = prepared
+            pointers = len(kernel.arg_names) - len(numbers)
+            signature, constants, attributes = {}, {}, {}
+            for index, name in enumerate(kernel.arg_names):
+                small = "*fp16" if dtype is torch.float16 else "*bf16"
+                absent = name in ("OutLow", "Lse", "DLse", "DocumentStart", "KeyBlocks", "KvLengths")
+                if name.isupper() and name != "DQ" or absent:
+                    value = None if absent else numbers[index - pointers]
+                    signature[name], constants[index,] = "constexpr", getattr(value, "value", value)
+                elif index < pointers:
+                    signature[name] = "*i32" if name == "Turns" else "*fp32" if name in ("Delta", "Sum") else small
+                    attributes[index,] = [["tt.divisibility", 16]]
+                else:
+                    signature[name] = "fp32" if name == "scale" else "i32"
+            log, target = io.StringIO(), GPUTarget("cuda", 90, 32)
+            with contextlib.redirect_stdout(log):
+                triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+            print(kernel.__name__, *re.findall(r"(\\d+) bytes spill stores", log.getvalue()))
+"""
+
+
+def test_the_passes_beside_the_hopper_backward_compile_without_spills(printed) -> None:
+    """With the options of their launches: 8 warps in float16 spill 64 B in the first."""
+    assert printed(BESIDE) == [[name, "0"] for _ in range(8) for name in ("delta_kernel", "round_kernel")]
+
+
 def test_the_interpreter_is_refused() -> None:
     command = [sys.executable, "-m", "kernels.compile_report"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -111,6 +111,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", {"head_dim": 32}, "triton", "triton", "head_dim 40 to 120 or 128 or 136 to 256, not 32"),
         ("return_lse", {"head_dim": 256}, "hopper", "hopper", None),
         ("", {"head_dim": 256, "length": 128, "heads": 1024}, "hopper", "hopper", None),
+        ("", {"head_dim": 256, "length": 128}, "hopper", "hopper", None),  # what is open is assumed to suit
         ("", {"head_dim": 256, "length": 128, "heads": 512}, "hopper", "triton", None),
         ("", {"head_dim": 192, "length": 128, "heads": 1024}, "hopper", "triton", None),
         ("window", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with window, not 80"),
@@ -136,6 +137,17 @@ def test_a_request_gets_its_kernels_and_the_reason_why_not_others(
     assert dispatch.choose("forward", request) == (forward, why)
     assert dispatch.choose("backward", request).kernels == backward
     assert dispatch.tier_of(request) == (forward if forward == backward else f"{forward} and {backward}")
+
+
+def test_a_call_that_no_row_takes_is_told_what_each_would_need() -> None:
+    asked = {
+        "device": torch.device("cuda"),
+        "dtype": torch.bfloat16,
+        "head_dim": 256,
+        "features": frozenset(),
+    }
+    needed = dispatch.hopper_needs("backward", AttentionRequest(**asked, length=128, heads=512))
+    assert needed == "256 queries or more, not 128, or 1024 tiles of 128 queries or more"
 
 
 def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

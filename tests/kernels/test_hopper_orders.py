@@ -18,6 +18,7 @@ from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper.backward_schedule import BLOCK_M, KEYS, BackwardSizes, block_at, decode_work_item
 from kernels.flash.hopper.bounds import Bounds
 from kernels.flash.hopper.dq import turns_of
+from kernels.flash.hopper.spec import FEW
 from kernels.flash.masks import ANY, document_bounds
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, documents, inputs
@@ -75,7 +76,7 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
         flat_heads, left = 1 + number % 5, number % 7 * 50
         if mask == "window" and kv_len - q_len - left >= keys:
             continue  # a block that no query sees, which `hopper.backward` leaves out
-        monkeypatch.setattr(hopper, "CACHED", 1 << 16 + number % 5)
+        monkeypatch.setattr(hopper, "CACHED", 1 << 16 + number % 5 if causal else 32 << 20)
         monkeypatch.setattr(hopper, "sm_count", lambda device, number=number: 1 + number % 11)
         first, last, bounds = seen(mask, q_len, kv_len, flat_heads, left)
         q, k = (torch.empty(flat_heads, 1, length, width, device="meta") for length in (q_len, kv_len))
@@ -84,6 +85,8 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
         _, _, numbers, _ = hopper._prepare_backward(q, k, tensors, options)
         own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
         sizes = BackwardSizes(*own, bounds, None, None, None, None)
+        if mask == "full" and width == 64 and q_len == kv_len <= FEW:
+            assert int(sizes.heads_per_group) >= flat_heads  # all at a time
         begin = first[:, ::block_m] // keys  # as delta_kernel sets the turns
         last_rows = (torch.arange(0, q_len, block_m) + block_m - 1).clamp(max=q_len - 1)
         end = last[:, last_rows].div(keys, rounding_mode="floor") + 1

@@ -241,9 +241,9 @@ def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, cap
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    again = f"torch==={torch.__version__.partition('+')[0]}, from PyPI and no index of CPU builds"
+    again = f"pip install --force-reinstall torch==={torch.__version__.partition('+')[0]}"
     words = re.escape(
-        f"torch {torch.__version__} is built without CUDA (pip install --force-reinstall {again})"
+        f"torch {torch.__version__} is built without CUDA (from PyPI, not an index of CPU builds: {again})"
     )
     with pytest.raises(SystemExit, match=rf"^kernels\.tune times kernels on a GPU: {words}"):
         tune.main([])

@@ -26,8 +26,8 @@ from .wide_dq import dq_kernel
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K and V in the forward
-# Warps of the passes beside the backward, up to head_dim 128. With 4, it took 1.02 to 1.12 of its time at 16 x 8
-# heads of head_dim 64 and 128 to 512 tokens, and at 16k tokens of head_dim 128 1.00 to 1.01.
+# Warps of the passes beside the backward, up to head_dim 128. With 4 the whole took 1.02 to 1.12 of its time at
+# 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and at 16k tokens of head_dim 128 1.00 to 1.01.
 BESIDE = {"num_warps": 8}
 HEADS = 128  # of few tiles: of fewer, in small groups, the busiest program would have up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
@@ -231,7 +231,8 @@ def _prepare_delta(
     strides = (*out.stride()[:3], *d_out.stride()[:3])
     tile = (block_m, head_dim, tile_width(head_dim), keys)
     grid = (heads, triton.cdiv(q_len, block_m), batch)
-    compiled = BESIDE if tile_width(head_dim) < WIDTH.value else {}
+    # In float16 ptxas would give 8 warps 80 registers, and spill 64 B.
+    compiled = BESIDE if tile_width(head_dim) < WIDTH.value and out.dtype is torch.bfloat16 else {}
     return delta_kernel, grid, (*strides, q_len, left, *tile, overlapped), compiled
 
 
@@ -250,8 +251,9 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     if causal and plain:  # with dropout it would spill 8 to 12 B
         tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
         heads_per_group = in_cache if tail_head else heads_per_group
-    elif plain and width == 64 and q_len <= FEW and _in_groups(flat_heads, q_len, width) == 1:
-        # Fewer programs wait for one another. 0.93 to 0.95 of the time at 16 x 8 heads of 256 and 512 queries.
+    elif plain and width == 64 and q_len == kv_len <= FEW and _in_groups(flat_heads, q_len, width) == 1:
+        # Fewer programs wait for one another. 0.93 to 0.95 of the time at 16 x 8 heads of 256 and 512 queries, full;
+        # fewer heads, other head_dims up to 64, grouped heads, softcap and ALiBi are taken and were not timed.
         heads_per_group = max(flat_heads, heads_per_group)
     sizes = (
         *(heads, flat_heads, heads_per_group, heads_per_group * columns),
