@@ -15,7 +15,7 @@ from kernels import ATTENTION, get_attention, history, resolve_attention
 from model.config import GPTConfig
 from model.gpt import GPT, AttentionFn
 from training.config import Layers
-from training.cuda_graphs import add_gradients, compiled_to_graphs
+from training.cuda_graphs import add_gradients, compiled_to_graphs, recorded, with_sums
 from training.layers import make_gpt
 from training.optimizer import OptimizerConfig, build_optimizer, update
 from training.precision import compiled
@@ -51,7 +51,8 @@ class Contender:
         config: shape, context and dropout.
         micro_batch, accumulation: sequences per forward, and forwards per step.
         compiler: torch.compile's backend for the whole model; None: eager.
-        graphs: replay the compiled model as CUDA graphs, as train.py does; for torch's inductor on a GPU only.
+        graphs: replay the model as CUDA graphs, as train.py does; for torch's inductor and eager, on a GPU only.
+        pool: of CUDA graphs, shared by eager contenders that take turns.
         nanogpt_path: model.py of a nanoGPT checkout.
 
     Raises AttentionError if the backend does not support what the step needs.
@@ -68,12 +69,14 @@ class Contender:
         accumulation: int,
         compiler: str | None,
         graphs: bool = False,
+        pool: Any = None,
         nanogpt_path: str = "",
     ) -> None:
         self.name, self.device, self.dtype, self.vocab_size = name, device, dtype, config.vocab_size
         self.accumulation, self.graphs = accumulation, graphs
-        compile_model = _compiler(dtype, compiler, graphs)
-        self.model, self._loss = self._build(config, compile_model, nanogpt_path)
+        self._record = graphs and compiler is None
+        self._pool = pool
+        self.model, self._loss = self._build(config, _compiler(dtype, compiler, graphs), nanogpt_path)
         self.model.train()
         self.optimizer = build_optimizer(self.model, OptimizerConfig())
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
@@ -105,9 +108,11 @@ class Contender:
         for micro, (tokens, targets) in enumerate(zip(self.tokens, self.targets, strict=True)):
             if self.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
+            # torch.full fills on the device; torch.tensor would copy from the host and wait for queued work.
+            seed = torch.full((), number * self.accumulation + micro, device=self.device)
+            if self._record:
+                self._loss, self._record = self._recorded(tokens, targets, seed), False
             with self._autocast():
-                # torch.full fills on the device; torch.tensor would copy from the host and wait for queued work.
-                seed = torch.full((), number * self.accumulation + micro, device=self.device)
                 loss = self._loss(tokens, targets, seed)
             yield
             loss = self.scaler.scale(loss / self.accumulation)
@@ -118,6 +123,16 @@ class Contender:
             yield
         update(self.model, self.optimizer, self.scaler, keep_gradients=self.graphs)
         yield
+
+    def _recorded(self, *like: Tensor) -> Loss:
+        """The loss, replayed from now on. Recorded by the first step, whose peak memory counts."""
+        loss = self._loss
+
+        def under_autocast(*tensors: Tensor) -> Tensor:
+            with self._autocast():
+                return loss(*tensors)
+
+        return recorded(self.model, under_autocast, [each.clone() for each in like], self._pool)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -145,7 +160,7 @@ def causal_standard(config: GPTConfig, device: torch.device, dtype: torch.dtype)
 
 def _compiler(dtype: torch.dtype, compiler: str | None, graphs: bool) -> Compile:
     if compiler is None:
-        return lambda model: model
+        return lambda model: with_sums(model, dtype) if graphs else model
     if graphs:
         return lambda model: compiled_to_graphs(model, dtype)
     return lambda model: compiled(model, dtype, compiler)

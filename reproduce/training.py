@@ -6,6 +6,7 @@ timed, each contender's logits must agree with naive attention's in float32 (exc
 weights), and its peak memory is measured. Then the group's contenders take turns in one process.
 """
 
+import functools
 import gc
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -35,17 +36,19 @@ SHAPES = {
 LOGIT_TOLERANCE = 0.02
 
 
-PARTS = ("small", "compiled", "today", "padded", "dropout", "whole", "context", "medium", "gpt3")
+PARTS = ("small", "replayed", "compiled", "today", "padded", "dropout", "whole", "context", "medium", "gpt3")
+SELECTION = ("parts",)
 NEEDED = ("core", "contexts")
 
 
 @dataclass(frozen=True)
 class Settings(Timing):
-    # small, medium: Hugging Face and ours, eager (Table 2). compiled: ours and nanoGPT, under torch.compile. today,
-    # padded: ours and Hugging Face, compiled, without and with its vocabulary padded. whole: as compiled, with the
-    # whole step in one forward. dropout: with the paper's. context: Table 4. gpt3: FlashAttention-2's Table 1.
+    # small, medium: Hugging Face and ours, eager (Table 2). replayed: these as CUDA graphs, so that no host decides.
+    # compiled: ours and nanoGPT, under torch.compile. today, padded: ours and Hugging Face, compiled, without and
+    # with its vocabulary padded. whole: as compiled, with the whole step in one forward. dropout: with the paper's.
+    # context: Table 4. gpt3: FlashAttention-2's Table 1.
     parts: tuple[str, ...] = PARTS
-    # For the eager parts, as in the paper's training.
+    # For the eager and replayed parts, as in the paper's training.
     dtype: str = "float16"
     # For the compiled parts, as in nanoGPT's training.
     compiled_dtype: str = "bfloat16"
@@ -87,7 +90,7 @@ class Group:
     model: str
     context: int
     dropout: float
-    mode: str  # eager or compiled
+    mode: str  # eager, replayed (that, as CUDA graphs) or compiled
     dtype: str
     micro_batch: int
     accumulation: int
@@ -128,11 +131,13 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
         large = part == "gpt3"
         step = settings.gpt3_step_tokens if large else settings.step_tokens
         micro = step if part == "whole" else settings.gpt3_micro_tokens if large else settings.micro_tokens
-        dtype = settings.dtype if mode == "eager" else settings.compiled_dtype
+        dtype = settings.compiled_dtype if mode == "compiled" else settings.dtype
         batch = (max(1, micro // context), step // max(micro, context))
         found.append((Group(part, model, context, dropout, mode, dtype, *batch), names))
 
     add("small", small, base, (*huggingface, *everyone, fused))
+    for model in (small, medium):
+        add("replayed", model, base, (*huggingface, *core, fused), "replayed")
     add("compiled", small, base, (*core, fused, *peers), "compiled")
     add("today", small, base, (*huggingface, fused), "compiled")
     add("padded", small, base, (*padded, fused), "compiled")
@@ -186,7 +191,9 @@ def _report(options: Options, group: Group, name: str, sample: Sample) -> None:
 
 def _build(options: Options, group: Group, name: str) -> Contender:
     settings, compiled = options.settings, group.mode == "compiled"
-    can_replay = options.device.type == "cuda" and settings.compiler == "inductor"
+    on_gpu, graphs = options.device.type == "cuda", group.mode == "replayed"
+    if compiled:
+        graphs = settings.cuda_graphs and settings.compiler == "inductor"
     return Contender(
         name,
         group.config,
@@ -195,9 +202,16 @@ def _build(options: Options, group: Group, name: str) -> Contender:
         micro_batch=group.micro_batch,
         accumulation=group.accumulation,
         compiler=settings.compiler if compiled else None,
-        graphs=compiled and settings.cuda_graphs and can_replay,
+        graphs=on_gpu and graphs,
+        pool=_pool() if on_gpu else None,
         nanogpt_path=settings.nanogpt,
     )
+
+
+@functools.cache
+def _pool() -> tuple[int, int]:
+    """Of the graphs of eager contenders: they take turns, so one's memory serves the next."""
+    return torch.cuda.graph_pool_handle()
 
 
 def _memory_beside(options: Options, group: Group, name: str, built: dict[str, Contender]) -> Sample:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.gpt import GPT
 
-from .cuda_graphs import Local, compiled_to_graphs, replayed
+from .cuda_graphs import Local, compiled_to_graphs, recorded, replayed, with_sums
 from .init_from import InitialWeights
 from .optimizer import build_optimizer
 from .parallel.blocks import compile_blocks, recompute, time_blocks
@@ -29,8 +29,8 @@ class Built:
     """The same weights, four times: as they are, as they train with an exchange and without, as evaluated."""
 
     model: GPT
-    train_model: nn.Module
-    local_model: nn.Module  # without an exchange, for the micro-steps before a step's last
+    train_model: Callable[..., Tensor]
+    local_model: Callable[..., Tensor]  # without an exchange, for the micro-steps before a step's last
     eval_model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -62,6 +62,9 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
     if parallel.shard is Shard.none and plan.world.size > 1:
         ended = partial(begins, "exchange")
         train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, ended)
+    if how.graphs and not how.compiled:
+        local = _recorded(model, plan)
+        return Built(model, local, local, model, optimizer, scaler)
     if not how.compiled or in_blocks:
         return Built(model, train_model, model, model, optimizer, scaler)
     graphs = partial(compiled_to_graphs, whole=how.whole)
@@ -70,3 +73,21 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
         # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
         trained = (replayed if how.graphs else compiled)(train_model, how.dtype)
     return Built(model, trained, local, compiled(model, how.dtype), optimizer, scaler)
+
+
+def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:
+    """The model without an exchange, not compiled, replayed: called as the model is."""
+    local, device = with_sums(model, plan.how.dtype), plan.world.device
+    tokens = torch.zeros(plan.how.micro_batch, plan.config.model.seq_len, dtype=torch.int64, device=device)
+    seeds = [torch.zeros((), dtype=torch.int64, device=device)] if plan.config.model.dropout else []
+
+    def loss(tokens: Tensor, targets: Tensor, dropout_seed: Tensor | None = None) -> Tensor:
+        with plan.autocast():
+            return local(tokens, targets, dropout_seed=dropout_seed)
+
+    replay = recorded(model, loss, [tokens, tokens.clone(), *seeds])
+
+    def trained(tokens: Tensor, targets: Tensor, dropout_seed: Tensor | None = None) -> Tensor:
+        return replay(tokens, targets, *([] if dropout_seed is None else [dropout_seed]))
+
+    return trained

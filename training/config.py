@@ -203,9 +203,10 @@ class TrainerConfig:
     device: str = "auto"
     # torch.compile the model. null: on CUDA only (on a CPU it costs more than a short run gains).
     compile: bool | None = None
-    # Record the launches of a compiled micro-step and replay them, so that a slow host does not keep the GPU waiting.
-    # null: on CUDA, unless the model is in parts, blocks are computed again, or ranks share sequences whose keys they
-    # do not gather. Of these true replays the last, where no documents are packed.
+    # Record the launches of a micro-step and replay them, so that a slow host does not keep the GPU waiting. null: on
+    # CUDA, of a compiled model, unless it is in parts, blocks are computed again, or ranks share sequences whose keys
+    # they do not gather. Of these true replays the last, where no documents are packed, and what is not compiled, on
+    # one GPU.
     cuda_graphs: bool | None = None
     # Largest global gradient norm; 0 switches clipping off.
     grad_clip: float = 1.0

@@ -228,11 +228,11 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
     gather_keys = resolve_gather_keys(config, place, micro_batch)
+    whole = not breaks_graph(name, **request)
     graphs = resolve_graphs(
         config.trainer.cuda_graphs, compiled, ranks, config.parallel, gather_keys=gather_keys,
-        documents=config.data.document_mask,
+        documents=config.data.document_mask, whole=whole,
     )  # fmt: skip
-    whole = not breaks_graph(name, **request)
     return Computation(
         name, attention, tier, why, request["precise_delta"], dtype, loss, block, compiled,
         gather_keys, graphs, whole, accumulation, micro_batch,

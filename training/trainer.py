@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -267,7 +267,7 @@ class Trainer:
             norms = update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
         return total, norms
 
-    def _micro_step(self, last: bool) -> torch.nn.Module:
+    def _micro_step(self, last: bool) -> Callable[..., torch.Tensor]:
         """What computes it. Ranks exchange gradients once a step, with the last one; shard=full, with each."""
         if self.sharded:
             self.throughput.begins("exchange")  # up to the first block

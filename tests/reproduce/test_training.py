@@ -225,6 +225,48 @@ def test_table_2_is_compared_with_the_whole_stack_not_attention_alone():
     assert by_what["gpt2_small over Megatron-LM, tokens/s"] == (NOT_MEASURED, "")
 
 
+def test_replayed_steps_are_compared_with_replayed_ones():
+    found = judged(
+        speed("replayed", {HF_EAGER: 100e3, "flash": 400e3, "flash" + FUSED: 500e3}, mode="replayed"),
+        speed("small", {HF_EAGER: 100e3, "flash": 300e3}),
+    )
+    shown = {what: verdict for (_, what), verdict in found.items() if "whole stack" in what}
+    over = "over Hugging Face, eager attention, dropout 0, tokens/s"
+    graphs = "gpt2_small, whole stack as CUDA graphs: ours with flash"
+    assert shown == {
+        f"{graphs}, torch's other layers (eager) {over}": (REPRODUCED, "4.00x"),
+        f"{graphs}, our kernels for the other layers (eager) {over}": (REPRODUCED, "5.00x"),
+        f"gpt2_small, whole stack: ours with flash, torch's other layers (eager) {over}": (
+            NOT_REPRODUCED,
+            "3.00x",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", [HF_EAGER, "sdpa", "flash" + FUSED])
+def test_a_contender_records_in_its_first_step_and_then_steps_as_it_would(monkeypatch, name):
+    """A CPU has no graphs: in their place stands the loss, run before as they run it."""
+    recordings = []
+
+    def without_graphs(module, like, **options):
+        recordings.append(name)
+        torch.autograd.grad(module(*like), list(module.parameters()), allow_unused=True)
+        return module
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", without_graphs)
+    config = replace(training.SHAPES["tiny"], seq_len=8)
+    how = {"device": torch.device("cpu"), "dtype": torch.float32, "micro_batch": 2, "accumulation": 2}
+    weights = []
+    for graphs in (False, True):
+        contender = Contender(name, config, **how, compiler=None, graphs=graphs)
+        for number in range(3):
+            for _ in contender.step(number):
+                pass
+        weights.append(dict(contender.model.named_parameters()))
+    assert recordings == [name]
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+
+
 def test_nanogpts_speed_and_mfu_are_held_to_our_own_aims():
     rates = {"naive": 300e3, "flash": 400e3, "nanogpt": 380e3, "nanogpt_biases": 350e3}
     machine = {"kind": "machine", "peak_flops": 400e12 / 0.45}
@@ -401,9 +443,11 @@ def test_without_figures_nothing_is_claimed():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_flash_and_fused_layers_take_less_memory(tmp_path):
+@pytest.mark.parametrize("part", ["small", "replayed"])
+def test_on_a_gpu_flash_and_fused_layers_take_less_memory(tmp_path, part):
     """With 4 sequences: 16 need 100 GiB for all contenders, and other tests may hold part of the GPU's memory."""
-    arguments = ["training", "parts=small", "backends=naive,flash", "processes=1", "rounds=3", "seconds=0.1"]
+    arguments = ["training", f"parts={part}", "medium=gpt2_small", "processes=1", "rounds=3", "seconds=0.1"]
+    arguments += ["backends=naive,flash", "core=naive,flash"]
     tokens = ["step_tokens=4096", "micro_tokens=4096"]
     assert main([*arguments, *tokens, "--results", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("*/training.json")

@@ -41,7 +41,7 @@ def test_cuda_graphs_default_to_on_for_compiled_runs_of_a_whole_model(gpus):
     ("is_compiled", "ranks", "parallel", "needed"),
     [
         (True, World(CPU), REPLICATED, "a CUDA device, not cpu"),
-        (False, World(GPU), REPLICATED, "trainer.compile=true"),
+        (False, World(GPU, size=2), REPLICATED, "trainer.compile=true on several GPUs"),
         (True, World(GPU, size=2), ParallelConfig(shard=Shard.full), "parallel.shard=none, not full"),
         (True, World(GPU), ParallelConfig(recompute=Recompute.block), "parallel.recompute=none, not block"),
     ],
@@ -49,6 +49,14 @@ def test_cuda_graphs_default_to_on_for_compiled_runs_of_a_whole_model(gpus):
 def test_requesting_unusable_cuda_graphs_is_refused_with_what_they_need(is_compiled, ranks, parallel, needed):
     with pytest.raises(ConfigError, match=f"cuda_graphs=true needs {needed}"):
         resolve_graphs(True, is_compiled, ranks, parallel)
+
+
+def test_what_is_not_compiled_is_replayed_when_asked_for_unless_attention_needs_the_host():
+    one = World(GPU)
+    assert resolve_graphs(True, False, one, REPLICATED)
+    assert not resolve_graphs(None, False, one, REPLICATED)
+    with pytest.raises(ConfigError, match=r"needs trainer\.compile=true with this attention"):
+        resolve_graphs(True, False, one, REPLICATED, whole=False)
 
 
 def test_shared_sequences_are_replayed_where_that_pays_or_is_asked_for_but_not_with_documents():

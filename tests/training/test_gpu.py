@@ -175,14 +175,21 @@ def test_flash_needs_less_memory_than_naive(text_file, tmp_path):
     assert peaks["flash"] < peaks["naive"]
 
 
-@pytest.mark.parametrize("graphs", [True, False])
+HOW = {
+    "compiled, replayed": {"cuda_graphs": True},
+    "compiled": {"cuda_graphs": False},
+    "replayed": {"compile": False, "cuda_graphs": True},
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_run_repeats_bit_for_bit_with_and_without_cuda_graphs(text_file, tmp_path, dropout, graphs):
-    """Compiled, in bf16, with the fused embedding: when compiled, torch's sums its gradient in a varying order."""
+def test_a_run_repeats_bit_for_bit_with_and_without_cuda_graphs(text_file, tmp_path, dropout, how):
+    """In bf16, with the fused embedding: when compiled, torch's sums its gradient in a varying order."""
     runs = []
     for number in range(2):
         logging, folder = config(text_file, "auto"), tmp_path / str(number)
-        trainer = replace(logging.trainer, log_every=1, micro_batch=4, cuda_graphs=graphs)
+        trainer = replace(logging.trainer, log_every=1, micro_batch=4, **how)
         train(replace(logging, trainer=trainer, model=replace(logging.model, dropout=dropout)), folder)
         runs.append((measured(folder, "train/loss"), load_weights(find(folder), "cpu")))
     (losses, weights), (losses_again, weights_again) = runs
@@ -190,6 +197,23 @@ def test_a_run_repeats_bit_for_bit_with_and_without_cuda_graphs(text_file, tmp_p
     assert losses_again == losses
     for name, weight in weights.items():
         assert torch.equal(weights_again[name], weight), name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("precision", [Precision.fp16, Precision.fp32])
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash", "flex"])
+def test_what_is_not_compiled_trains_alike_replayed(text_file, tmp_path, attention, precision, dropout):
+    """With the masks and the skipped steps of the run whose host launches each kernel."""
+    runs = []
+    for graphs in (False, True):
+        eager = config(text_file, attention, precision, n_layer=2)
+        eager = replace(eager, model=replace(eager.model, dropout=0.0 if attention == "flex" else dropout))
+        trainer = replace(eager.trainer, compile=False, cuda_graphs=graphs, micro_batch=4, log_every=1)
+        runs.append(train(replace(eager, trainer=trainer), tmp_path / str(graphs)))
+    losses = [measured(tmp_path / str(graphs), "train/loss") for graphs in (False, True)]
+    assert [run["cuda_graphs"] for run in runs] == [False, True]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3 if precision is Precision.fp16 else 1e-4)
+    assert runs[1]["val/loss"] == pytest.approx(runs[0]["val/loss"], rel=2e-3)
 
 
 def test_a_resumed_run_ends_with_the_loss_of_an_uninterrupted_run(text_file, tmp_path):
