@@ -222,6 +222,8 @@ TRAINING = (
     ("Hugging Face compiled, its vocabulary padded", "parts=padded"),
     ("GPT-2 medium, the whole step in one forward", "parts=whole --only model=gpt2_medium"),
     ("with dropout, compiled", "parts=dropout --only mode=compiled"),
+    ("C11: GPT-2 small, eager as CUDA graphs", "parts=replayed --only model=gpt2_small"),
+    ("C11: GPT-2 medium, eager as CUDA graphs", "parts=replayed --only model=gpt2_medium"),
 )
 STEP = "slice reproduce training ${NANOGPT:+nanogpt=$NANOGPT/model.py}"
 for number, (what, select) in enumerate(TRAINING, 1):

@@ -201,13 +201,14 @@ def test_a_run_repeats_bit_for_bit_with_and_without_cuda_graphs(text_file, tmp_p
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("precision", [Precision.fp16, Precision.fp32])
-@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash", "flex"])
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash", "flash, documents"])
 def test_what_is_not_compiled_trains_alike_replayed(text_file, tmp_path, attention, precision, dropout):
     """With the masks and the skipped steps of the run whose host launches each kernel."""
-    runs = []
+    runs, (attention, _, documents) = [], attention.partition(", ")
     for graphs in (False, True):
         eager = config(text_file, attention, precision, n_layer=2)
-        eager = replace(eager, model=replace(eager.model, dropout=0.0 if attention == "flex" else dropout))
+        eager = replace(eager, model=replace(eager.model, dropout=dropout))
+        eager = replace(eager, data=replace(eager.data, document_mask=bool(documents)))
         trainer = replace(eager.trainer, compile=False, cuda_graphs=graphs, micro_batch=4, log_every=1)
         runs.append(train(replace(eager, trainer=trainer), tmp_path / str(graphs)))
     losses = [measured(tmp_path / str(graphs), "train/loss") for graphs in (False, True)]
