@@ -129,7 +129,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-# But flash and its likes, which need the interpreter.
+# Except those in Triton, which need the interpreter.
 EVERY_BACKEND = pytest.mark.parametrize(
     "name", sorted(set(kernels.ATTENTION) - {"flash", "flash1", "two_pass"})
 )
