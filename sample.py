@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import training.installed  # noqa: F401  (says in one line what is not)
+import training.installed  # noqa: F401  (ends with one line if a package is missing)
 from training.config import one_line_errors
 
 

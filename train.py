@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import training.installed  # noqa: F401  (says in one line what is not)
+import training.installed  # noqa: F401  (ends with one line if a package is missing)
 from training.command_line import launch
 from training.config import Config
 

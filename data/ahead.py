@@ -1,4 +1,4 @@
-"""An iterator that a thread runs ahead of its consumer."""
+"""Prefetching: an iterator that a thread runs ahead of its consumer."""
 
 import queue
 import threading

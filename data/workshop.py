@@ -1,4 +1,4 @@
-"""The folder in which a corpus is made, and what lies in it before the manifest makes it a corpus.
+"""The working folder of a preparation, and what lies in it before the manifest makes it a corpus.
 
 A unit is a sequence of parts, about a shard of text. Any process can do either step for any unit, and redo it after a
 kill; a record written last says that what a step wrote is whole.

@@ -1,8 +1,8 @@
 """The registry of attention backends: what each supports, and how a run gets the one it asks for.
 
 A backend is a function with the signature of `kernels.naive.naive_attention`, and a function that takes an
-`AttentionRequest` and returns the reason why it cannot serve it, or None. That is all that a run asks. Outside this
-package only what one of them alone can do names it: be cut into a ring, keep its result, run on any machine.
+`AttentionRequest` and returns the reason why it cannot serve it, or None. A run asks nothing else. Other packages
+name a backend only for what not all can do: be split into a ring, keep its result, run on any machine.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The house does not grow unseen: lines of code a folder, at most what was reached. Lower a number when you can."""
+"""Lines of code in each folder, at most what was reached: growth is a decision. Lower a number when you can."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import installed  # noqa: F401  (says in one line what is not)
+from . import installed  # noqa: F401  (ends with one line if a package is missing)
 from .config import ConfigError, one_line_errors
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import training.installed  # noqa: F401  (says in one line what is not)
+import training.installed  # noqa: F401  (ends with one line if a package is missing)
 from data.tokenizer import END_OF_TEXT
 
 from .config import ConfigError, one_line_errors

@@ -1,4 +1,4 @@
-"""What the commands that train or load a run import: without it they end with one line. Imported before any of it."""
+"""Ends a command that trains or loads a run with one line if a package it needs is missing; to be imported first."""
 
 import sys
 from importlib.util import find_spec

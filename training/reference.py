@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
 from typing import Any, get_type_hints
 
-import training.installed  # noqa: F401  (says in one line what is not)
+import training.installed  # noqa: F401  (ends with one line if a package is missing)
 
 from .command_line import CONFIGS, composed
 from .config import Config, flatten

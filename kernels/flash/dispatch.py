@@ -1,4 +1,4 @@
-"""Which kernels run: what is asked -> those of the forward, those of the backward, and why not the others.
+"""Chooses the kernels of a call, for the forward and for the backward, and says why the others were not chosen.
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
@@ -27,16 +27,16 @@ TIERS = ("auto", "triton", "hopper")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
-# Features beside which the Hopper kernels have none of these; see hopper/score_mods.py.
+# The Hopper kernels combine none of SCORE_MODS with a feature of NOT_BESIDE; see hopper/score_mods.py.
 SCORE_MODS = ("alibi_slopes", "softcap")
 NOT_BESIDE = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
 SOFTCAP_MAX = 64.0
-# Features that the Hopper kernels have by the table, but not above head_dim 128.
+# Features that the Hopper kernels have by the table in kernels/features.py, but not above head_dim 128.
 WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
     "backward": frozenset({"block_mask", *SCORE_MODS, "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
 }
-# Features of which a pass has no form of its own: it takes as long without. `delta_kernel` has the backward's.
+# Features that a pass has no code for, and takes as long without; `delta_kernel` has the backward's.
 NO_FORM = {
     "forward": frozenset({"return_lse"}),
     "backward": frozenset({"precise_delta", "return_lse", "sinks"}),
@@ -61,9 +61,9 @@ class Faster(NamedTuple):
         return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
 
 
-# What auto takes: for a pass, and for "" and each feature, what a row with the head_dim takes. The numbers are times
-# over the portable kernels' (kernels/log/dispatch.md): of what the row takes, and "few" of fewer tiles.
-AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # of a feature that is not here
+# `auto` takes the Hopper kernels of a pass where, for "" and for each feature in use, a row takes the call. Comments:
+# their time over the portable kernels' (kernels/log/dispatch.md), of what the row takes; "few": of fewer tiles.
+AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # the rows of a feature that has none below
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", ""): (
         Faster(64, 64, tiles=256),  # 0.75 to 1.02, of 256 tiles to 1.24; few 0.89 to 1.22
@@ -96,7 +96,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(128, 128, tiles=256),  # 0.58 to 0.93; few 0.96 to 1.12
     ),
 }
-# All that these were timed beside; others were timed beside all.
+# All features together with which each of these was timed; one that is not here was timed with every other.
 TIMED_BESIDE = {
     "alibi_slopes": frozenset({"window"}),
     "block_mask": frozenset(),

@@ -129,7 +129,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-# But flash and its likes, which need the interpreter.
+# Except those in Triton, which need the interpreter.
 EVERY_BACKEND = pytest.mark.parametrize(
     "name", sorted(set(kernels.ATTENTION) - {"flash", "flash1", "two_pass"})
 )
@@ -161,6 +161,28 @@ def test_a_call_is_answered_or_refused_in_a_line_of_ours(name: str, feature: str
     except AttentionError as error:
         refused = str(error)
     assert re.fullmatch(f"(attention={name}[: ].+)?", refused)
+
+
+@pytest.mark.parametrize("feature", [None, *sorted(set(kernels.features.FEATURES) - {"dropout_p"})])
+@EVERY_BACKEND
+@pytest.mark.filterwarnings("ignore")  # torch's, of why it has no kernel
+def test_what_a_backend_lets_through_is_computed_as_naive_does(name: str, feature: str | None) -> None:
+    """Output and gradients. With dropout a backend may draw other random numbers."""
+    options = {feature: OPTIONS[feature]} if feature else {}
+    if feature == "cu_seqlens_k":
+        options |= {"cu_seqlens": OPTIONS["cu_seqlens"]}
+    try:
+        _, attention = resolve_attention(name, **CPU | {"head_dim": 16}, **options)
+    except AttentionError:
+        pytest.skip("it refuses")
+    q, k, v = (torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(3))
+    d_out, found = torch.randn(2, 2, 8, 16), []
+    for function in (attention, kernels.get_attention("naive")):
+        outs = function(q, k, v, **options)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        loss = (outs[0] * d_out).sum() + sum(each.sum() for each in outs[1:])
+        found.append((*outs, *torch.autograd.grad(loss, (q, k, v))))
+    torch.testing.assert_close(*found)
 
 
 def test_flash_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

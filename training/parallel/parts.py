@@ -1,4 +1,4 @@
-"""Checkpoints in parts, by torch.distributed.checkpoint: every rank writes what it holds, any number reads."""
+"""Sharded checkpoints, by torch.distributed.checkpoint: every rank writes its part, and any number of ranks reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model in parts, by FSDP2: what of it a rank keeps, when it is gathered, and the update of the parts.
+"""The model sharded by FSDP2 (in "parts"): what of it a rank keeps, when it is gathered, and the update of the parts.
 
 Zhao et al. 2023, arXiv 2304.11277. shard=full is ZeRO's third stage (Rajbhandari et al. 2020, arXiv 1910.02054):
 parameters are gathered a few blocks at a time, for the forward and again for the backward. shard=optimizer is the

@@ -1,4 +1,4 @@
-"""Who is missing: every rank tells the others that it lives and how far it is, and who does not is named.
+"""Which rank is lost or stuck: each tells the others that it lives and how far it is, and one that does not is named.
 
 A rank that waits for a lost one sits in a collective, whose own timeout is ten minutes and names nobody. So a thread
 of each writes a line into torchrun's store every second. Rank 0 reads them all and judges the others; the last rank
