@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +74,8 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str) -> Ite
     columns = min(columns, panels)
     rows = -(-panels // columns)
     with mpl.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
-        size = (4.6 * columns, 3.4 * rows + 0.3)
+        title = textwrap.fill(title, 44 * columns)  # as many letters as fit
+        size = (4.6 * columns, 3.4 * rows + 0.3 + 0.2 * title.count("\n"))
         fig, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         for spare in axes.flat[panels:]:
             spare.axis("off")
