@@ -9,6 +9,7 @@ run the cells between `# %%` one by one. In a checkout `tilegpt` is the folder b
 """
 
 # %% Triton decides when it is imported whether to interpret.
+import argparse
 import os
 import sys
 import tempfile
@@ -180,5 +181,10 @@ def draw(picture):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("picture", nargs="?", type=Path, help="default: in a folder of its own")
+    picture = parser.parse_args().picture
     run()
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp()) / "ladder.svg")
+    draw(picture or Path(tempfile.mkdtemp()) / "ladder.svg")

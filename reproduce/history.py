@@ -49,7 +49,7 @@ class Settings(Timing):
     tile_keys: tuple[int, ...] = (64, 128, 256, 512)
     # Elements per row of the counted softmax.
     counted_row: int = 10000
-    # The paper's row counts and lengths, and longer rows: today's L2 caches hold about 4000 rows of 4000.
+    # The paper's row counts and lengths, and longer rows, which today's caches do not keep from pass to pass.
     rows: tuple[int, ...] = (4000, 10)
     row_lengths: tuple[int, ...] = (1000, 4000, 10000, 25000, 100000)
     top: tuple[int, ...] = (5, 10, 15, 30)

@@ -64,7 +64,8 @@ def line(document: Results) -> str:
     _, bits = document["bits_per_byte"][-1]
     cut = f" (cut after step {document['losses'][-1][0]:,})" * (document["state"] == "partial")
     came = f"perplexity {math.exp(loss):.2f}, {bits:.3f} bits per byte"
-    speed = f"{document['seconds']:,.0f} s, {document['tokens_per_second'] / 1e3:,.0f} k tokens/s"
+    seconds, per_second = document["seconds"], document["tokens_per_second"] / 1e3
+    speed = f"{seconds:,.0f} s in all, {per_second:,.0f} k tokens/s while it trains"
     where = f"[{document['date']}, {document['commit'][:9]}]({place(document).as_posix()})"
     return f"One long run, of {' and '.join(document['corpora'])}: {title(document)}{cut}: {came}; {speed}; {where}."
 

@@ -130,7 +130,7 @@ def judge(trained: list[Trained]) -> list[Verdict]:
 def draw(trained: list[Trained], path: Path) -> None:
     """How far flash is above naive in each pair against tokens, and the band of other weights."""
     found, gap, second_half = matched(trained), weights_gap(trained) or 0.0, []
-    with plots.picture(path, title="Flash against naive, pair by pair") as (axis,):
+    with plots.picture(path, title="Flash against naive, pair by pair; early gaps are cut off") as (axis,):
         for naive, flash in found:
             steps = sorted(naive.losses.keys() & flash.losses.keys())
             tokens = [step * naive.batch_tokens / 1e6 for step in steps]

@@ -183,7 +183,7 @@ def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     title = "Loss curve"
     if BASELINE in compared and len(compared) > 1:
         apart = max(gap(run, compared[BASELINE])[0] for run in compared.values())
-        title = f"The same curve to {apart:.1g} nats"
+        title = f"Loss curves: ends within {apart:.1g} nats"
     lines = [(_against_tokens(run), _style(name)) for name, run in compared.items()]
     _plot(axis, title, "M tokens", LOSS, lines)
     plots.legend(axis)

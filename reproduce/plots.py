@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,11 +74,13 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str) -> Ite
     columns = min(columns, panels)
     rows = -(-panels // columns)
     with mpl.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
-        size = (4.6 * columns, 3.4 * rows + 0.3)
+        written = title.splitlines()
+        lines = [part for line in written for part in textwrap.wrap(line, 44 * columns)]  # letters that fit
+        size = (4.6 * columns, 3.4 * rows + 0.3 + 0.2 * (len(lines) - len(written)))
         fig, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
         for spare in axes.flat[panels:]:
             spare.axis("off")
-        fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        fig.suptitle("\n".join(lines), x=0.01, ha="left", fontweight="bold")
         yield list(axes.flat[:panels])
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)

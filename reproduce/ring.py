@@ -188,6 +188,8 @@ def judge(results: Results) -> list[Verdict]:
             hidden = f"a ring leaves {not_hidden(sample):.0%} of their time not hidden"
             why = "the paper measured nothing across GPUs, so there is no figure to compare with"
             gain = took(sample, ONE) / took(sample, name)
+            if gain.median > 1.01 * sample["ranks"]:
+                why += f"; why more than {sample['ranks']}x was not looked for"
             ours = f"{gain.shown('{:.2f}x one GPU')}, {gigabytes(sample, RING):.2g} GB between GPUs, {hidden}"
             found.add("C33", f"{where}: forward and backward", NOT_STATED, ours, None, why)
     return found

@@ -275,4 +275,4 @@ def _judge_fastest(own: Results, others: Results, found: Verdicts) -> None:
 
 
 def _ms(times: Times) -> str:
-    return times.ranging("{:.2f}") + " ms" + times.alone
+    return times.shown("{:.2f} ms")

@@ -206,9 +206,11 @@ class Times(tuple[float, ...]):
         return " (one process)" * (len(self) == 1)
 
     def ranging(self, form: str = "{:.2f}x") -> str:
-        """The median and, of several processes, the range where it shows at these digits."""
-        median, low, high = (form.format(each) for each in (self.median, self.low, self.high))
-        return median if low == high else f"{median} ({low} to {high})"
+        """The median and, of several processes, the range where it shows at these digits; then a unit, if the form
+        has one behind a space."""
+        number, *unit = form.split(" ")
+        median, low, high = (number.format(each) for each in (self.median, self.low, self.high))
+        return " ".join([median if low == high else f"{median} ({low} to {high})", *unit])
 
     def shown(self, form: str = "{:.2f}x") -> str:
         """The same, as a figure that stands alone: of one process it says so."""

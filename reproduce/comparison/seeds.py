@@ -142,11 +142,16 @@ def half_width(differences: list[float]) -> float:
 
 
 def faster(group: Group) -> str:
-    """The ratio of tokens/s to the baseline's over the pairs, called faster only where the ranges do not overlap."""
+    """The ratio of tokens/s to the baseline's over the pairs, called faster only where the ranges do not overlap.
+
+    One pair says nothing of that: what slows a run beside it may last as long as the run.
+    """
     timed = [pair for pair in group.pairs if all(run.speed(_SPEED) for run in pair)]
     if not timed:
         return ""
     ratio = statistics.geometric_mean(ours.speed(_SPEED) / theirs.speed(_SPEED) for theirs, ours in timed)
+    if len(timed) == 1:
+        return f"{ratio:.2f}x, one pair"
     (slow, fast), (our_slow, our_fast) = (_range(runs) for runs in zip(*timed, strict=True))
     apart = "faster" if our_slow > fast else "slower" if our_fast < slow else "ranges overlap"
     return f"{ratio:.2f}x, {apart}"

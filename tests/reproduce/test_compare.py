@@ -513,6 +513,14 @@ def test_speed_is_called_faster_only_where_ranges_do_not_overlap(copies):
         assert verdict in row[6]
 
 
+def test_one_pair_of_runs_does_not_say_faster(copies):
+    losses = {(name, 1, rate): 3.0 for name in ("naive", "sdpa") for rate in (0.001, 0.002)}
+    for path in (paths := sweep_of(copies, losses)):
+        measured(path, [200, 200] if "sdpa" in path.name else [100, 100])
+    rows = [row for row in seeds.table(find_runs([str(path) for path in paths])) if row[1] == "sdpa"]
+    assert [row[6].endswith("x, one pair)") for row in rows] == [True, True]
+
+
 def test_the_loss_axis_starts_where_the_curves_part():
     def curve(run: int, ends: list[float]) -> dict:
         return {"run": run, "x": list(range(10)), "y": [10 - x for x in range(7)] + ends, "dots": False}

@@ -476,6 +476,7 @@ def test_what_is_stated_is_the_median_of_the_processes_with_their_range():
     a, b = (timing.took(sample, name) for name in "ab")
     assert list(a) == pytest.approx([1.0, 1.2, 1.1])
     assert a.shown("{:.1f}") == "1.1 (1.0 to 1.2)"
+    assert a.shown("{:.1f} ms") == "1.1 (1.0 to 1.2) ms"
     assert list(b / a) == pytest.approx([2.0, 1.75, 1.15 / 1.1])  # process by process
     assert timing.took(sample, "a", "forward").median == pytest.approx(0.275)
     assert timing.took(sample, "c") is None
