@@ -61,6 +61,11 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def disagreeing(self, disagrees: bool) -> int | None:
+        """The first rank that says so, None if none does."""
+        said = self.gather(disagrees)
+        return said.index(1.0) if any(said) else None
+
     def synchronize(self) -> None:
         """Wait until the device has done what it was given, so that a clock read next tells the truth."""
         if self.device.type == "cuda":
