@@ -196,6 +196,8 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and max(asked.gpus) > torch.cuda.device_count():
         parser.error(f"--gpus {max(asked.gpus)}: this machine has {torch.cuda.device_count()}")
+    if device.type == "cpu" and asked.models != ["tiny"]:
+        parser.error("no CUDA device: here only --models tiny, which shows that it works")
     out = asked.out or Path(f"results/{slug(device_name(device))}x{max(asked.gpus)}/scaling.json")
     command = f"python -m benchmarks scaling {' '.join(argv)}".strip()
     settings = (each for each in os.environ if each.startswith("NCCL_") and each != "NCCL_VERSION")

@@ -61,6 +61,11 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def disagreeing(self, disagrees: bool) -> int | None:
+        """The first rank that says so, None if none does."""
+        said = self.gather(disagrees)
+        return said.index(1.0) if any(said) else None
+
     def synchronize(self) -> None:
         """Wait until the device has done what it was given, so that a clock read next tells the truth."""
         if self.device.type == "cuda":
@@ -84,10 +89,14 @@ def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
         if mismatch := mismatched_libraries():
             raise ConfigError(f"{option}{name}: {mismatch}.")
         index = int(os.environ["LOCAL_RANK"]) if torchrun.launched() else device.index or 0
-        if index >= torch.cuda.device_count():
+        found, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if torchrun.launched() and max(index + 1, ranks) > found:  # so all ranks of a host say it
             raise ConfigError(
-                f"{option}cuda:{index}: CUDA devices found: {torch.cuda.device_count()}, counted from cuda:0."
+                f"{option}{name}: CUDA devices found: {found}, for {max(index + 1, ranks)} ranks of this host; use "
+                f"torchrun's --nproc_per_node={found}, or in jobs hydra.launcher.tasks_per_node={found}."
             )
+        if index >= found:
+            raise ConfigError(f"{option}cuda:{index}: CUDA devices found: {found}, counted from cuda:0.")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     return device

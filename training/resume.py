@@ -136,7 +136,7 @@ def load_state(
     """The checkpoint's weights, moments and gradient scale; learning rates and decays stay this run's."""
     state = checkpoint.load_training(start.checkpoint)
     into = parts.tensors(model, optimizer)
-    if checkpoint.in_parts(start.checkpoint):
+    if "optimizer" not in state:  # it is in parts, even where they are lost
         checkpoint.load_parts(start.checkpoint, into)
     else:
         named = enumerate(parts.optimized(model, optimizer))

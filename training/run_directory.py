@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from model.gpt import GPT
 
 from . import checkpoint
-from .config import Config, ConfigError, to_yaml
+from .config import Config, ConfigError, flatten, to_yaml
 from .console import for_shell, printable, table
 from .distributed import World
 from .environment import environment
@@ -31,6 +31,11 @@ from .tensorboard_logger import TensorBoardLogger, check_tensorboard
 from .wandb_logger import WandbLogger, check_wandb
 
 LOCK = ".lock"
+# Prefixes of settings that each host may have its own of: where text, tokens and other runs are.
+_OF_A_HOST = (
+    *("logger.", "data.cache_dir", "data.workers", "data.files", "data.roots", "data.corpora"),
+    *("data.tokenizer", "trainer.hellaswag_file", "trainer.init_from", "trainer.resume"),
+)
 
 
 @contextmanager
@@ -39,6 +44,7 @@ def claimed(config: Config, run_dir: Path, ranks: World) -> Iterator[None]:
 
     Rank 0 decides: only it has the directory and the key.
     """
+    _check_alike(config, ranks)
     lock = FileLock(run_dir / LOCK)
     try:
         if why := ranks.share(_refusal(config, run_dir, lock) if ranks.is_main else None):
@@ -48,6 +54,24 @@ def claimed(config: Config, run_dir: Path, ranks: World) -> Iterator[None]:
         if lock.is_locked and [path.name for path in run_dir.iterdir()] == [LOCK]:
             (run_dir / LOCK).unlink()  # nothing of a refused run stays
         lock.release()
+
+
+def _check_alike(config: Config, ranks: World) -> None:
+    """Raise ConfigError where ranks have unlike settings: they would wait for ever, or part in silence."""
+    from omegaconf import OmegaConf
+
+    settings = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
+    mine = {name: value for name, value in settings.items() if not name.startswith(_OF_A_HOST)}
+    first = ranks.share(mine)
+    unlike = [name for name in mine if mine[name] != first.get(name)]
+    rank = ranks.disagreeing(bool(unlike))
+    if rank is None:
+        return
+    how = "other settings than rank 0"
+    if unlike:
+        ours, theirs = (", ".join(f"{name}={each.get(name)}" for name in unlike) for each in (mine, first))
+        rank, how = ranks.rank, f"{ours}, rank 0 with {theirs}"
+    raise ConfigError(f"rank {rank} was started with {how}: give one command to torchrun on every host.")
 
 
 def _refusal(config: Config, run_dir: Path, lock: FileLock) -> str | None:
@@ -79,6 +103,16 @@ def _resumes_in_place(config: Config, run_dir: Path) -> bool:
     return resume == AUTO or (resume is not None and Path(resume).resolve().is_relative_to(run_dir.resolve()))
 
 
+def _check_corpus(plan: Plan) -> None:
+    """Raise ConfigError where a host has prepared other tokens than rank 0's, as of another Python's source."""
+    mine, ranks = plan.corpus.fingerprint, plan.world
+    if (rank := ranks.disagreeing(mine != ranks.share(mine))) is not None:
+        raise ConfigError(
+            f"rank {rank} has another corpus than rank 0: put data.cache_dir on storage that all hosts share, or "
+            "give each host the same text."
+        )
+
+
 class Recorder:
     """A run's files, its rows of metrics and its clock. On all ranks but 0 there is only the clock.
 
@@ -87,6 +121,7 @@ class Recorder:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        _check_corpus(plan)
         self._loggers: list[Logger] = []
         config, step, before = plan.config, plan.start.step, plan.start.seconds
         if plan.world.is_main:

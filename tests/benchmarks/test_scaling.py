@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 from benchmarks.predict import (
@@ -23,6 +24,15 @@ from benchmarks.scaling import LAYOUTS, MODELS, _reason, layouts_of
 from training.command_line import composed
 
 RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is refused without a GPU")
+def test_without_a_gpu_nothing_large_is_measured(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["scaling", "--models", "small", "tiny"])
+    assert capsys.readouterr().err.endswith(
+        "error: no CUDA device: here only --models tiny, which shows that it works\n"
+    )
 
 
 @pytest.mark.slow

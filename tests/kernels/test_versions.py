@@ -459,6 +459,15 @@ def test_a_driver_that_is_too_old_is_named_with_what_to_do(monkeypatch) -> None:
         resolve_device("cuda")
 
 
+def test_more_ranks_than_gpus_are_refused_by_all_of_a_host_with_the_number_that_works(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"CUDA devices found: 2, for 8 ranks .*--nproc_per_node=2, or"):
+        resolve_device("auto")
+
+
 def test_another_cudnn_than_torch_was_built_with_is_named(monkeypatch) -> None:
     def version() -> int:
         raise RuntimeError(

@@ -1,6 +1,8 @@
 """Several real gloo ranks on a CPU: whatever they hold and exchange, they train as one rank does."""
 
 import json
+import re
+import resource
 from functools import partial
 from itertools import groupby
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import prepare
 import train
 from kernels import get_attention
 from model.config import GPTConfig
@@ -18,7 +21,7 @@ from model.gpt import GPT
 from model.huggingface import from_huggingface
 from tests.conftest import losses, rows
 from tests.model.test_fused import LAYERS
-from tests.training.ranks import run, train_on
+from tests.training.ranks import run, started_on, train_on
 from training.checkpoint import find, load_weights
 from training.cuda_graphs import Local
 from training.export import export
@@ -145,6 +148,27 @@ def test_a_run_goes_on_with_other_ranks_and_another_layout(started, user_environ
         json.loads((tmp_path / name / "summary.json").read_text()) for name in ("copy", "evaluated")
     )
     assert after["val/loss"] == pytest.approx(before["val/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_full_disk_is_one_line_of_all_ranks_and_leaves_nothing_half_written(
+    started, user_environment, tiny, tmp_path, shard
+):
+    """Rank 0 alone writes a whole model: the other one does not take it for dead."""
+    assert started(prepare.main, *tiny) == 0  # its files may be larger than the limit
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, limits[1]))
+    settings = [*tiny, "trainer.save_every=2", f"parallel.shard={shard}", "hydra.run.dir=run"]
+    try:
+        launcher = started_on(2, settings, tmp_path, user_environment)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 1
+    (line,) = re.findall("^(?:error|warning): .*", said, re.MULTILINE)
+    assert line.startswith("error: the checkpoint of step 2 could not be written to run/checkpoints: "), said
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -131,6 +131,20 @@ def test_resuming_in_an_unwritable_directory_is_refused_with_the_remedy(config, 
         train(having(config, steps=10, resume=str(tmp_path)), tmp_path)
 
 
+def test_a_checkpoint_whose_parts_are_lost_is_refused_with_the_one_before_it(config, tmp_path):
+    train(having(config, steps=2, keep_checkpoints=9), tmp_path)
+    train(having(config, steps=4, keep_checkpoints=9, resume=str(tmp_path)), tmp_path)
+    older, newer = checkpoint.saved(tmp_path)
+    (newer / checkpoint.WEIGHTS).unlink()
+    state = checkpoint.load_training(newer)
+    del state["optimizer"]  # a model's in parts is there
+    torch.save(state, newer / "training.pt")
+    with pytest.raises(
+        ConfigError, match=rf"/parts has lost \.metadata.*; use the checkpoint before it, {older}"
+    ):
+        train(having(config, steps=6, resume=str(tmp_path)), tmp_path)
+
+
 def test_a_finished_run_resumed_elsewhere_only_evaluates_and_saves_nothing(config, tmp_path, capsys):
     whole = train(config, tmp_path / "run")
     capsys.readouterr()

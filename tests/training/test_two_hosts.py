@@ -25,16 +25,23 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def hosts(settings: list[str], folder, environment: dict[str, str], *options: str) -> list[subprocess.Popen]:
-    """An agent each, with one rank."""
+def hosts(
+    settings: list[str], folder, environment: dict[str, str], *others, rates=("", "")
+) -> list[subprocess.Popen]:
+    """An agent each, with one rank. others: the folder of the second, where that is another. rates: RATE, of each."""
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=job"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    command = [*launcher, *meeting, "--local-addr=127.0.0.1", *options, str(ROOT / "train.py"), *settings]
+    command = [*launcher, *meeting, "--local-addr=127.0.0.1", str(ROOT / "train.py"), *settings]
     return [
         subprocess.Popen(
-            command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            cwd=each,
+            env=environment | {"RATE": rate},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
-        for _ in range(2)
+        for each, rate in zip((folder, *(others or [folder])), rates, strict=True)
     ]
 
 
@@ -46,6 +53,49 @@ def test_two_hosts_train_as_one_rank_does(started, user_environment, tiny, tmp_p
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["world_size"] == 2
+
+
+def test_parts_on_a_disk_of_each_host_are_refused_before_the_first_step(user_environment, tiny, tmp_path):
+    """Of a name that is another directory on each, no host could read the checkpoint."""
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+    settings = [*tiny, "hydra.run.dir=run", "parallel.shard=full"]
+    agents = hosts(settings, folders[0], user_environment, folders[1])
+    said = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert 0 not in [agent.returncode for agent in agents]
+    why = (
+        r"^error: run is not one directory for all ranks: rank 1 does not see what .* parallel\.shard=none\.$"
+    )
+    assert re.search(why, "".join(said), re.MULTILINE), said
+    assert not list(tmp_path.glob("*/run"))
+
+
+@pytest.mark.parametrize("what", ["settings", "text"])
+def test_hosts_that_would_train_unlike_are_refused_in_one_line(user_environment, tiny, tmp_path, what):
+    """With another rate each the ranks' weights parted in silence; with another layout they waited for ever."""
+    folders = [tmp_path / name for name in ("here", "there")]
+    settings = [
+        *tiny,
+        "optimizer.lr=${oc.env:RATE}",
+        "hydra.run.dir=run",
+        "data.cache_dir=cache",
+        "data.files=text.txt",
+    ]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        text = f"{number if what == 'text' else ''} A quick fox.\n\n" * 200
+        (folder / "text.txt").write_text(text)
+    rates = ("1e-3", "1e-2") if what == "settings" else ("1e-3", "1e-3")
+    agents = hosts(settings, folders[0], user_environment, folders[1], rates=rates)
+    said = "".join(agent.communicate(timeout=120)[0] for agent in agents)
+    assert 0 not in [agent.returncode for agent in agents]
+    why = {
+        "settings": r"rank 1 was started with optimizer\.lr=0\.\d+, rank 0 with optimizer\.lr=0\.\d+: give one",
+        "text": "rank 1 has another corpus than rank 0: put data.cache_dir on",
+    }
+    assert re.search(f"^error: {why[what]}", said, re.MULTILINE), said
+    assert "RuntimeError" not in said
 
 
 @pytest.mark.parametrize("host", [1, 0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch import Tensor
 from .. import checkpoint
 from ..config import ConfigError
 from ..distributed import World
-from ..files import REMEDY
+from ..files import REMEDY, unwritable
 
 
 class PartsSaver:
@@ -22,6 +24,7 @@ class PartsSaver:
 
     def __init__(self, ranks: World, run_dir: Path, keep: int) -> None:
         self._ranks, self._run_dir, self._keep = ranks, run_dir, keep
+        self._check_seen_by_all()
         # The threads' own, since two collectives at once in one group could meet each other.
         self._group = dist.new_group(backend="gloo")
         self._writing: Future | None = None
@@ -39,6 +42,28 @@ class PartsSaver:
         folder = checkpoint.partial(self._run_dir, step) / checkpoint.PARTS
         self._writing = dcp.async_save(tensors, checkpoint_id=folder, process_group=self._group)
         self._writing.add_done_callback(self._written)
+
+    def _check_seen_by_all(self) -> None:
+        """Raise ConfigError where a rank does not see what rank 0 writes: its parts would be lost to the others."""
+        mark, why = self._run_dir / f".seen-{secrets.token_hex(4)}", None
+        if self._ranks.is_main:
+            try:
+                self._run_dir.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+            except OSError as error:
+                why = str(unwritable(self._run_dir, error))
+        mark, why = self._ranks.share((mark, why))
+        blind = self._ranks.gather(not mark.exists())
+        if self._ranks.is_main:
+            mark.unlink(missing_ok=True)
+        if not why and any(blind):
+            why = (
+                f"{self._run_dir} is not one directory for all ranks: rank {blind.index(True)} does not see what "
+                "rank 0 writes there, and each writes its part of a model; name one on storage that all hosts share, "
+                "with hydra.run.dir=/SHARED/RUN, or use parallel.shard=none."
+            )
+        if why:
+            raise ConfigError(why)
 
     def _written(self, writing: Future) -> None:
         """On rank 0 this comes when all ranks have written: then the checkpoint gets its name."""
@@ -61,6 +86,8 @@ class PartsSaver:
         failed = self._failed if self._ranks.is_main else None
         if why := self._ranks.share(failed and _reason(failed)):
             where = self._run_dir / checkpoint.FOLDER
+            if self._ranks.is_main:  # by now no rank writes into it
+                shutil.rmtree(checkpoint.partial(self._run_dir, self._step), ignore_errors=True)
             raise ConfigError(
                 f"the checkpoint of step {self._step} could not be written to {where}: {why}; {REMEDY}"
             )

@@ -10,6 +10,9 @@ judges rank 0.
                and after the limit (parallel.timeout) taken for dead
     hung       lines, but it does nothing while others wait for it: likewise
 
+A rank that is refused something, as the disk by rank 0 when that is full, says so before it ends, and the others end
+with it.
+
 Time counts while the one that judges could watch: where all ranks are in such a call, nobody is silent.
 """
 
@@ -23,12 +26,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..config import ConfigError
 from ..distributed import World
 from .links import Links, is_stopped
 
@@ -86,6 +90,10 @@ class Watch:
         self._thread.start()
         try:
             yield
+        except ConfigError as error:  # often of this rank alone, as where rank 0 finds the disk full
+            with suppress(dist.DistError):
+                self._store.set("refused", str(error))
+            raise
         except RuntimeError as error:
             if not _is_of_a_collective(error):
                 raise
@@ -134,6 +142,8 @@ class Watch:
                 self._beat()
                 if self._store.check(["lost"]):
                     self._end(self._store.get("lost").decode())
+                if self._store.check(["refused"]):
+                    self._follow(self._store.get("refused").decode())
                 if judges and (lost := self._judge(seen)):
                     self._store.set("lost", lost)
                     self._end(lost)
@@ -207,6 +217,15 @@ class Watch:
             finally:
                 os._exit(1)
         time.sleep(SILENT)  # a rank that exits has torchrun end the one that saves
+        os._exit(1)
+
+    def _follow(self, why: str) -> None:
+        """End with a rank that has said why it cannot go on, where this one does not by itself."""
+        self._ending = True
+        if self._done.wait(GONE):
+            return
+        if os.environ["LOCAL_RANK"] == "0":  # what that rank has printed may be on another host
+            print(f"error: {why}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _give_up(self) -> None:
