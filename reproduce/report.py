@@ -56,13 +56,9 @@ COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
 RUN_COLUMNS += ("host load", "changed since")
 # The figures of the first screen: subject -> (claim, words in their names); of several kinds the first that there is.
-# Like for like: eager steps for speed, first those that wait for no host, the same shape for memory.
+# Like for like: eager steps for speed, the same shape for memory.
 FIRST = {
-    "speed": (
-        "C11",
-        "gpt2_small, whole stack as CUDA graphs: ours",
-        "gpt2_small, whole stack: ours with flash",
-    ),
+    "speed": ("C11", "gpt2_small, whole stack: ours with flash"),
     "memory": ("C8", "peak memory at 4096"),
     "perplexity": ("C12", "flash minus naive, mean over", "validation curve of flash against naive"),
 }

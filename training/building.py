@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from model.gpt import GPT
 
+from .config import ConfigError
 from .cuda_graphs import Local, compiled_to_graphs, recorded, replayed, with_sums
 from .init_from import InitialWeights
 from .optimizer import build_optimizer
@@ -85,7 +86,15 @@ def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:
         with plan.autocast():
             return local(tokens, targets, dropout_seed=dropout_seed)
 
-    replay = recorded(model, loss, [tokens, tokens.clone(), *seeds])
+    try:
+        replay = recorded(model, loss, [tokens, tokens.clone(), *seeds])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # as with torch's attention and dropout, whose seed the host reads
+        raise ConfigError(
+            f"trainer.cuda_graphs=true: attention={plan.how.attention} in this model cannot be recorded "
+            f"({str(error).splitlines()[0]}); use trainer.compile=true, or leave it out."
+        ) from error
 
     def trained(tokens: Tensor, targets: Tensor, dropout_seed: Tensor | None = None) -> Tensor:
         return replay(tokens, targets, *([] if dropout_seed is None else [dropout_seed]))

@@ -226,24 +226,22 @@ def test_table_2_is_compared_with_the_whole_stack_not_attention_alone():
 
 
 def test_replayed_steps_are_compared_with_replayed_ones():
+    rates = {HF_SDPA: 150e3, "naive": 160e3, "standard": 190e3, "flash": 380e3, "flash" + FUSED: 600e3}
     found = judged(
-        speed("replayed", {HF_EAGER: 100e3, "flash": 400e3, "flash" + FUSED: 500e3}, mode="replayed"),
-        speed("small", {HF_EAGER: 100e3, "flash": 300e3}),
+        speed("replayed", rates, mode="replayed"), speed("small", {HF_EAGER: 100e3, "flash": 300e3})
     )
-    shown = {what: verdict for (_, what), verdict in found.items() if "whole stack" in what}
-    over = "over Hugging Face, eager attention, dropout 0, tokens/s"
-    graphs = "gpt2_small, whole stack as CUDA graphs: ours with flash"
+    shown = {
+        what: verdict for (_, what), verdict in found.items() if "CUDA graphs" in what or "replayed" in what
+    }
+    whole = "gpt2_small, whole stack as CUDA graphs: ours, our kernels for the other layers (eager)"
+    alone = "gpt2_small, attention alone: flash over the fastest standard attention, replayed, tokens/s"
     assert shown == {
-        f"{graphs}, torch's other layers (eager) {over}": (REPRODUCED, "4.00x"),
-        f"{graphs}, our kernels for the other layers (eager) {over}": (REPRODUCED, "5.00x"),
-        f"gpt2_small, whole stack: ours with flash, torch's other layers (eager) {over}": (
-            NOT_REPRODUCED,
-            "3.00x",
-        ),
+        f"{whole} over Hugging Face, PyTorch's attention, dropout 0, tokens/s": (NOT_COMPARABLE, "4.00x"),
+        alone: (NOT_COMPARABLE, "2.00x"),
     }
 
 
-@pytest.mark.parametrize("name", [HF_EAGER, "sdpa", "flash" + FUSED])
+@pytest.mark.parametrize("name", [HF_SDPA, "sdpa", "flash" + FUSED])
 def test_a_contender_records_in_its_first_step_and_then_steps_as_it_would(monkeypatch, name):
     """A CPU has no graphs: in their place stands the loss, run before as they run it."""
     recordings = []
@@ -453,6 +451,7 @@ def test_on_a_gpu_flash_and_fused_layers_take_less_memory(tmp_path, part):
     (path,) = tmp_path.glob("*/training.json")
     samples = json.loads(path.read_text())["samples"]
     peaks = {s["contender"]: s["peak_bytes"] for s in samples if s["kind"] == "memory"}
-    assert peaks["flash+fused"] < peaks["flash"] < peaks["naive"] < peaks[HF_EAGER]
+    assert peaks["flash+fused"] < peaks["flash"] < peaks["naive"]
+    assert part == "replayed" or peaks["naive"] < peaks[HF_EAGER]
     (timed,) = (s for s in samples if s["kind"] == "speed")
     assert set(timed["ms"]) == set(peaks)

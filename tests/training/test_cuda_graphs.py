@@ -1,6 +1,7 @@
 """Which runs use CUDA graphs, and the sums of their gradients. test_gpu.py tests that runs repeat."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,13 +14,24 @@ from kernels import get_attention
 from kernels.layers.linear import linear
 from model.config import GPTConfig
 from model.gpt import Linear
-from training.config import ConfigError, Layers
+from tests.conftest import measured, text_data
+from training import plan
+from training.config import (
+    AttentionConfig,
+    Config,
+    ConfigError,
+    Layers,
+    LoggerConfig,
+    ModelConfig,
+    TrainerConfig,
+)
 from training.cuda_graphs import Local, add_gradients, compiled_to_graphs, resolve_graphs
 from training.distributed import World, world
 from training.layers import make_gpt
 from training.optimizer import update
 from training.parallel.config import GradientDtype, ParallelConfig, Recompute, Shard
 from training.parallel.replicate import replicated
+from training.trainer import train
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 REPLICATED = ParallelConfig()
@@ -142,6 +154,50 @@ def test_where_attention_breaks_the_graph_the_embeddings_gradients_are_added_by_
         add_gradients(call(tokens, tokens), model)
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def recording(monkeypatch, tmp_path):
+    """Runs on a CPU without graphs, in whose place `stand_in` gets what would be recorded."""
+
+    def run(stand_in: Callable, graphs: bool) -> list[float]:
+        monkeypatch.setattr(plan, "resolve_graphs", lambda *asked, **how: graphs)
+        monkeypatch.setattr(torch.cuda, "make_graphed_callables", stand_in)
+        how = TrainerConfig(
+            steps=3, batch_tokens=64, micro_batch=2, log_every=1, eval_every=0, sample_tokens=0
+        )
+        model = ModelConfig(seq_len=16, n_layer=1, n_head=2, n_embd=16, dropout=0.1)
+        (tmp_path / "text.txt").write_text("to be or not to be\n\n" * 90)
+        config = Config(model, AttentionConfig("naive"), text_data(tmp_path / "text.txt"), trainer=how)
+        folder = tmp_path / str(graphs)
+        train(replace(config, logger=LoggerConfig(wandb=False)), folder)
+        return measured(folder, "train/loss")
+
+    return run
+
+
+def test_a_replayed_run_is_that_whose_host_launches_each_kernel(recording):
+    recorded = []
+
+    def run_as_they_run_it(loss, like, **options):
+        recorded.append(len(like))
+        for _ in range(3):
+            torch.autograd.grad(loss(*like), list(loss.parameters()), allow_unused=True)
+        return loss
+
+    launched, replayed = (recording(run_as_they_run_it, graphs) for graphs in (False, True))
+    assert recorded == [3]  # tokens, targets, the seed of dropout
+    assert replayed == pytest.approx(launched, rel=1e-5)
+
+
+def test_what_cannot_be_recorded_is_refused_in_a_line(recording):
+    def fail(*asked, **options):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nSearch for it")
+
+    with pytest.raises(
+        ConfigError, match=r"attention=naive .* \(CUDA error: [^\n]* capturing\); use trainer"
+    ):
+        recording(fail, graphs=True)
 
 
 STEPS = 4
