@@ -48,6 +48,7 @@ UNTOUCHED: dict[str, str] = {
     "7c2c0ad36a": "features.run: padding, windows, other head_dims, precise_delta are new; other calls are as before",
     "3ad113a17f": "specify: softcap, precise_delta, and grouped heads of few queries have the form of before again",
     "9204167d2d": "history.run: FlashAttention-3 with one of its schedules undone is new; other calls are as before",
+    "70bbc04481": "training.run: transformers' eager attention, which cannot be recorded, is in no replayed group",
     "9582e27bf7": "training.run: a step that is replayed and not compiled is new; others are as before",
     "5da83dcba3": "compiled_to_graphs: what it does before it compiles is a function of its own",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",

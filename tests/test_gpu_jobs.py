@@ -149,6 +149,17 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     assert not faster_since(newest)
     assert faster_since({**newest, "again": {"def": {"kernel": outrun}}})  # by their own code's hashes
     assert changed_since({**newest, "again": {"def": {"kernel": "of no definition"}}}) == ["kernel"]
+    # A point and a check of their own join it, once.
+    more = [timed(8192, n, 3.0) for n in range(2)]
+    check = {"kind": "check", "contender": "flash", "errors": [0.5]}
+    settings = {"processes": 2, "lengths": [8192]}
+    other = {**said, **new, "settings": settings, "samples": [{**check, "errors": [0.25]}, check, *more]}
+    (folder / "attention.partial.json").write_text(json.dumps(other))
+    subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    joined = json.loads((into / "attention.json").read_text())
+    assert joined["samples"] == [*merged["samples"], check, *({**each, "again": "def"} for each in more)]
+    assert joined["settings"]["lengths"] == [8192]
+    (into / "attention.json").write_text(json.dumps(merged))
     # Once more, and one process twice, which is no other process.
     (folder / "attention.partial.json").write_text(json.dumps({**said, **new, "samples": [*again, again[2]]}))
     subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)

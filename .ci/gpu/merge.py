@@ -119,11 +119,15 @@ def slices(documents: list[Document]) -> Document:
 
 
 def over(whole: Document, documents: list[Document], commit: str) -> Document:
-    """A complete document with the points that every process timed again in place of its own. They name their commit,
-    by which `again` has what that one's figures depend on: the document stays one of the older code."""
+    """A complete document with the points that every process timed again in place of its own, and those that it lacks.
+    They name their commit, by which `again` has what that one's figures depend on: the document stays one of the
+    older code."""
 
     def point(sample: dict) -> str:
         return json.dumps({k: v for k, v in sample.items() if k not in NO_PLACE}, sort_keys=True)
+
+    def check(sample: dict) -> str:  # without what it measured
+        return json.dumps({k: v for k, v in sample.items() if isinstance(v, str | int)}, sort_keys=True)
 
     found: dict[str, dict[int, dict]] = defaultdict(dict)
     for each in documents:
@@ -133,10 +137,19 @@ def over(whole: Document, documents: list[Document], commit: str) -> Document:
     every = set(range(whole["settings"]["processes"]))
     again = {at: its for at, its in found.items() if its.keys() == every}
     samples = [each for each in whole["samples"] if "ms" not in each or point(each) not in again]
-    print(f"  {len(again)} of {len({point(each) for each in whole['samples'] if 'ms' in each})} points again")
+    known = {check(each) for each in samples}
+    checks = {check(sample): sample for each in documents for sample in each["samples"] if "ms" not in sample}
+    samples += [each for at, each in checks.items() if at not in known]
+    settings = {**whole["settings"]}
+    for name in getattr(ALL[whole["experiment"]].module, "SELECTION", ()):
+        asked = [value for each in (whole, *documents) for value in each["settings"].get(name, ())]
+        settings[name] = list(dict.fromkeys(asked))
+    had = {point(each) for each in whole["samples"] if "ms" in each}
+    print(f"  {len(had & again.keys())} of {len(had)} points again, {len(again.keys() - had)} more")
     last = newest(documents)
     return {
         **whole,
+        "settings": settings,
         "date": last["date"],
         "again": {**whole.get("again", {}), commit: last["depends"]},
         "seconds": round(whole["seconds"] + sum(each["seconds"] for each in documents), 1),
