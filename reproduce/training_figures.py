@@ -79,7 +79,7 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
             memory = f", {peak:.1f} GiB" if peak is not None else ""
             steady = ", not steady" if _unsteady(sample, name) else ""
             ends[name] = f"{rate(sample, name).median:,.0f}/s{memory}{steady}"
-        title = textwrap.fill(_title(sample), 48)
+        title = textwrap.fill(_title(sample), 42)
         panel = plots.bars(title, rows, across="ms a step; tokens/s, peak memory", ends=ends)
         yield plots.of({"context": "C13", "gpt3": "C23"}.get(sample["part"], "C11"), panel)
 
@@ -125,10 +125,7 @@ def _judge_today(results: Results, found: Verdicts) -> None:
             attention = "eager" if name.startswith(HF_EAGER) else "PyTorch's"
             rows = "50,304" if name.endswith(PADDED) else "50,257"
             over = f"Hugging Face, both compiled, {attention} attention, {rows} rows of vocabulary"
-            why = (
-                f"{_beside(ours, theirs)}; the paper's is over the eager model of 2022, so today's do not count; "
-                "the benchmarks judge them"
-            )
+            why = f"{_beside(ours, theirs)}; the paper's is over the eager model of 2022, so today's do not count"
             what = f"gpt2_small, whole stack: ours over {over}"
             found.add("C11", what, NOT_STATED, gain.shown(), None, why)
 

@@ -28,6 +28,8 @@ ATTENTION = {
 # Columns of the training tables.
 GROUPS = {
     "small, eager, fp16, 16 sequences a forward": ("small", "gpt2_small", "eager"),
+    "small, eager as CUDA graphs": ("replayed", "gpt2_small", "replayed"),
+    "medium, eager as CUDA graphs": ("replayed", "gpt2_medium", "replayed"),
     "medium, eager, fp16, 16": ("medium", "gpt2_medium", "eager"),
     "small, compiled, bf16, 16": ("compiled", "gpt2_small", "compiled"),
     "small, compiled, bf16, 16, dropout 0.1": ("dropout", "gpt2_small", "compiled"),
