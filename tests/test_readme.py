@@ -1,4 +1,4 @@
-"""The tables of README, docs/measurements.md and docs/method.md agree with the files in results/, and links lead somewhere."""
+"""The tables of README and docs/measurements.md agree with the files in results/, and links lead somewhere."""
 
 import itertools
 import json
