@@ -159,7 +159,12 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     (folder / "attention.partial.json").write_text(json.dumps(other))
     subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     joined = json.loads((into / "attention.json").read_text())
-    assert joined["samples"] == [*merged["samples"], check, memory, *({**each, "again": "def"} for each in more)]
+    assert joined["samples"] == [
+        *merged["samples"],
+        check,
+        memory,
+        *({**each, "again": "def"} for each in more),
+    ]
     assert joined["settings"]["lengths"] == [8192]
     (into / "attention.json").write_text(json.dumps(merged))
     # Once more, and one process twice, which is no other process.
