@@ -126,7 +126,7 @@ def page(directory: Path) -> tuple[str, str]:
         sections += [f"## {name}, {device}", "", f"`{command}`, {document['date']}: [samples]({file}).", ""]
         sections += [f"Changed since it was run: {', '.join(stale)}.", ""] if stale else []
         sections += [line for words in faster_since(document) for line in (f"Of before, {words}.", "")]
-        sections += [f"Newer than the rest: lengths {again}.", ""] if (again := timed_again(document)) else []
+        sections += [f"Newer than the rest: {again}.", ""] if (again := timed_again(document)) else []
         processes = {sample.get("process") for sample in document["samples"] if sample["kind"] in TIMED}
         sections += ["One process: no range.", ""] if len(processes) == 1 else []
         sections += [f"Load of the host: {load}.", ""] if (load := host_load(document)) else []

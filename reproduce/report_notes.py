@@ -20,7 +20,7 @@ def notes(documents: list[Results]) -> Iterator[str]:
     for document in documents:
         yield from (f"{name_of(document)}, {words}" for words in faster_since(document))
         if again := timed_again(document):
-            yield f"of {name_of(document)}, some points are newer than the rest: lengths {again}"
+            yield f"of {name_of(document)}, some points are newer than the rest: {again}"
         if document["experiment"] in OF_STEPS:
             continue
         rounds: Counter[str] = Counter()  # late ones, whose times may include waiting; see `timing.Timed`

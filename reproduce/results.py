@@ -71,12 +71,17 @@ def faster_since(document: Results) -> list[str]:
 
 
 def timed_again(document: Results) -> str:
-    """Lengths of points newer than their document (.ci/gpu/merge.py --over): "8192, 16384 at 820bf2d"; or ""."""
+    """Of points newer than their document (.ci/gpu/merge.py --over), features or lengths: "lengths 8192, 16384 at 820bf2d"."""
+    newer: dict[str, set[str]] = defaultdict(set)
     lengths: dict[str, set[int]] = defaultdict(set)
     for sample in document["samples"]:
-        if "again" in sample:
+        if "feature" in sample and "again" in sample:
+            newer[sample["again"]].add(sample["feature"])
+        elif "again" in sample:
             lengths[sample["again"]].add(sample["length"])
-    return "; ".join(f"{', '.join(map(str, sorted(its)))} at {commit}" for commit, its in lengths.items())
+    said = [f"{', '.join(sorted(its))} at {commit}" for commit, its in newer.items()]
+    said += [f"lengths {', '.join(map(str, sorted(its)))} at {commit}" for commit, its in lengths.items()]
+    return "; ".join(said)
 
 
 def host_load(document: Results) -> str:

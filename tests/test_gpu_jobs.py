@@ -142,7 +142,7 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     merged = json.loads((into / "attention.json").read_text())
     assert (merged["state"], merged["commit"], merged["date"]) == ("complete", "abc to def", "2026-11-28")
     assert merged["samples"] == [*before[:1], *before[3:], *({**each, "again": "def"} for each in again[:2])]
-    assert timed_again(merged) == "2048 at def"
+    assert timed_again(merged) == "lengths 2048 at def"
     assert faster_since(merged)  # of 4096
     assert without_outrun(merged)["samples"] == [before[0], *merged["samples"][3:]]
     newest = {**merged, "samples": merged["samples"][3:]}

@@ -34,7 +34,7 @@ LOCK = ".lock"
 # Prefixes of settings that each host may have its own of: where text, tokens and other runs are.
 _OF_A_HOST = (
     *("logger.", "data.cache_dir", "data.workers", "data.files", "data.roots", "data.corpora"),
-    *("data.tokenizer", "trainer.hellaswag_file", "trainer.init_from", "trainer.resume"),
+    *("data.repo", "data.tokenizer", "trainer.hellaswag_file", "trainer.init_from", "trainer.resume"),
 )
 
 

@@ -196,7 +196,7 @@ def test_what_cannot_be_recorded_is_refused_in_a_line(recording):
 
     with pytest.raises(
         ConfigError,
-        match=r"attention=naive .* \(CUDA error: [^\n]* capturing\); leave it out, or use trainer",
+        match=r"attention=naive .* \(CUDA error: [^\n]* capturing\); leave out trainer.cuda_graphs, or use trainer",
     ):
         recording(fail, graphs=True)
 
