@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 BUDGET = {
     "model": 1461,
-    "kernels": 14174,
+    "kernels": 14172,
     "data": 3501,
     "training": 6983,
     "reproduce": 11163,
