@@ -296,7 +296,7 @@ def _devices(name: str, device: torch.device) -> list[torch.device]:
 
 
 def _start(experiment: Experiment, arguments: argparse.Namespace, end: float | None) -> int:
-    """Run an experiment as its own command, with nothing beside it; its exit status."""
+    """Run an experiment as its own command, with nothing else at the same time; its exit status."""
     left = end - time.monotonic() if end else None
     if left is not None and left < 5:
         print(f"{experiment.name}: out of time; the same command continues")
