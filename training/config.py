@@ -225,7 +225,7 @@ class TrainerConfig:
     save_every: int = 0
     # Checkpoints to keep, newest first.
     keep_checkpoints: int = 2
-    # Keep, beside those, the one with the lowest validation loss of all evaluations: RUN/checkpoints/best.
+    # Keep, besides those, the one with the lowest validation loss of all evaluations: RUN/checkpoints/best.
     keep_best: bool = False
     # A run directory, or one of its checkpoints, to resume from. auto: the run in hydra.run.dir if there is one, so
     # that one command starts a job and, when it is requeued, resumes it. A finished run is left as it is.
@@ -302,7 +302,7 @@ class LoggerConfig:
     project: str | None = None
     # Runs to be compared share a group; a sweep (-m) sets it to the sweep's name.
     group: str | None = None
-    # Beside the name of the attention, which always is one.
+    # Besides the name of the attention, which always is one.
     tags: list[str] = field(default_factory=list)
     # Write the metrics for TensorBoard as well, into the run directory.
     tensorboard: bool = False

@@ -213,7 +213,7 @@ class Trainer:
         return evaluation
 
     def _scores(self, done: int) -> dict[str, float]:
-        """What is evaluated beside the loss."""
+        """What is evaluated besides the loss."""
         if not self.questions:
             return {}
         batches = hellaswag.batches(self.questions, self.plan.computation.micro_batch, self.world)
