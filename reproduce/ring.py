@@ -185,7 +185,9 @@ def judge(results: Results) -> list[Verdict]:
         if {RING, ONE} <= sample["ms"].keys():
             name = default(sample, results["settings"])
             where = f"{sample['length']:,} tokens on {sample['ranks']} GPUs, {name}"
-            hidden = f"a ring leaves {not_hidden(sample):.0%} of their time not hidden"
+            hidden = (
+                f"by which a ring takes longer: {not_hidden(sample):.0%} of the time that they take alone"
+            )
             why = "the paper measured nothing across GPUs, so there is no figure to compare with"
             gain = took(sample, ONE) / took(sample, name)
             if gain.median > 1.01 * sample["ranks"]:

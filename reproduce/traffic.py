@@ -285,12 +285,11 @@ def _judge_formula(results: Results, found: Verdicts) -> None:
 def _judge_times(results: Results, found: Verdicts) -> None:
     for sample in timed(results, kind="time"):
         if gain := speedup(sample):
-            why = f"the paper's two versions disagree; 3.0 is the bar; {over(sample)}"
-            what, how = (
-                f"time standard/flash, {sample['mask']}",
-                {"theirs": "3.0x (arXiv: 5.7x)", "form": "{:.1f}x"},
-            )
-            found.times("C3", what, 3.0, gain, gain.low >= 3.0, why, **how)
+            for version, figure in paper.FIGURE_2.items():
+                what = f"time standard/flash, {sample['mask']}, of {version}"
+                bar = round(figure["standard_ms"] / figure["flash_ms"], 1)
+                why = f"the paper's two versions disagree, and each is a bar; {over(sample)}"
+                found.times("C3", what, bar, gain, gain.low >= bar, why, theirs=f"{bar}x", form="{:.1f}x")
 
 
 def _judge_tiles(results: Results, found: Verdicts) -> None:
@@ -351,8 +350,8 @@ def _judge_counters(results: Results, found: Verdicts) -> None:
     floor = ours["batch"] * ours["heads"] * _compulsory(ours["length"], ours["head_dim"])
     ratio, excess = moved[BASELINE] / moved[OURS], moved[OURS] / floor
     what = f"DRAM bytes standard/flash, {ours['mask']}"
-    why = f"hardware counters: {moved[BASELINE] / 1e9:.1f} and {moved[OURS] / 1e9:.2f} GB; 8x at least"
-    found.add("C3", what, DRAM_RATIO, f"{ratio:.1f}x", ratio >= 8, why, ratio=ratio / 9.2)
+    why = f"hardware counters: {moved[BASELINE] / 1e9:.1f} and {moved[OURS] / 1e9:.2f} GB; 9.2x at least"
+    found.add("C3", what, DRAM_RATIO, f"{ratio:.1f}x", ratio >= 9.2, why, ratio=ratio / 9.2)
     what, theirs = (
         f"DRAM bytes over compulsory, {ours['length']} tokens",
         "1, if the caches serve every read but the first",

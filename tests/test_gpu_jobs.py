@@ -153,11 +153,18 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     more = [timed(8192, n, 3.0) for n in range(2)]
     check = {"kind": "check", "contender": "flash", "errors": [0.5]}
     settings = {"processes": 2, "lengths": [8192]}
-    other = {**said, **new, "settings": settings, "samples": [{**check, "errors": [0.25]}, check, *more]}
+    memory = {"kind": "memory", "contender": "flash", "peak_bytes": 5}
+    checks = [{**check, "errors": [0.25]}, check, {**memory, "peak_bytes": 4}, memory]
+    other = {**said, **new, "settings": settings, "samples": [*checks, *more]}
     (folder / "attention.partial.json").write_text(json.dumps(other))
     subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     joined = json.loads((into / "attention.json").read_text())
-    assert joined["samples"] == [*merged["samples"], check, *({**each, "again": "def"} for each in more)]
+    assert joined["samples"] == [
+        *merged["samples"],
+        check,
+        memory,
+        *({**each, "again": "def"} for each in more),
+    ]
     assert joined["settings"]["lengths"] == [8192]
     (into / "attention.json").write_text(json.dumps(merged))
     # Once more, and one process twice, which is no other process.

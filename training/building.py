@@ -94,7 +94,7 @@ def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:
     except RuntimeError as error:  # as with torch's attention and dropout, whose seed the host reads
         raise ConfigError(
             f"trainer.cuda_graphs=true: attention={plan.computation.attention} in this model cannot be recorded "
-            f"({str(error).splitlines()[0]}); use trainer.compile=true, or leave it out."
+            f"({str(error).splitlines()[0]}); leave it out, or use trainer.compile=true."
         ) from error
 
     def trained(tokens: Tensor, targets: Tensor, dropout_seed: Tensor | None = None) -> Tensor:

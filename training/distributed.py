@@ -89,11 +89,12 @@ def resolve_device(name: str, option: str = "trainer.device=") -> torch.device:
         if mismatch := mismatched_libraries():
             raise ConfigError(f"{option}{name}: {mismatch}.")
         index = int(os.environ["LOCAL_RANK"]) if torchrun.launched() else device.index or 0
-        found, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if torchrun.launched() and max(index + 1, ranks) > found:  # so all ranks of a host say it
+        found = torch.cuda.device_count()
+        ranks = max(index + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if torchrun.launched() and ranks > found:  # so all ranks of a host say it
             raise ConfigError(
-                f"{option}{name}: CUDA devices found: {found}, for {max(index + 1, ranks)} ranks of this host; use "
-                f"torchrun's --nproc_per_node={found}, or in jobs hydra.launcher.tasks_per_node={found}."
+                f"{option}{name}: CUDA devices found: {found}, for {ranks} ranks of this host; use torchrun's "
+                f"--nproc_per_node={found}, in jobs hydra.launcher.tasks_per_node={found} or gpus_per_node={ranks}."
             )
         if index >= found:
             raise ConfigError(f"{option}cuda:{index}: CUDA devices found: {found}, counted from cuda:0.")

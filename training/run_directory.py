@@ -108,8 +108,8 @@ def _check_corpus(plan: Plan) -> None:
     mine, ranks = plan.corpus.fingerprint, plan.world
     if (rank := ranks.disagreeing(mine != ranks.share(mine))) is not None:
         raise ConfigError(
-            f"rank {rank} has another corpus than rank 0: put data.cache_dir on storage that all hosts share, or "
-            "give each host the same text."
+            f"rank {rank} has another corpus than rank 0: give all hosts the same text and tokenizer (data.files, "
+            "data.roots, data.tokenizer), as on storage that they share."
         )
 
 

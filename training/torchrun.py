@@ -29,13 +29,13 @@ def said_once() -> Iterator[None]:
         yield
     except SystemExit as stopped:
         if isinstance(stopped.code, str) and launched():
-            _tell_torchrun(stopped.code)
+            tell(stopped.code)
             if os.environ["LOCAL_RANK"] != "0":
                 time.sleep(PATIENCE)
         raise
 
 
-def _tell_torchrun(line: str) -> None:
+def tell(line: str) -> None:
     """Write the line as the record of an exception, which torchrun shows as the cause."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         more = {"timestamp": str(int(time.time())), "py_callstack": line}

@@ -119,15 +119,16 @@ def slices(documents: list[Document]) -> Document:
 
 
 def over(whole: Document, documents: list[Document], commit: str) -> Document:
-    """A complete document with the points that every process timed again in place of its own, and those that it lacks.
-    They name their commit, by which `again` has what that one's figures depend on: the document stays one of the
-    older code."""
+    """A complete document with the points that every process timed again in place of its own, and with those that it
+    lacks. They name their commit, by which `again` has what that one's figures depend on: the document stays one of
+    the older code."""
 
     def point(sample: dict) -> str:
         return json.dumps({k: v for k, v in sample.items() if k not in NO_PLACE}, sort_keys=True)
 
     def check(sample: dict) -> str:  # without what it measured
-        return json.dumps({k: v for k, v in sample.items() if isinstance(v, str | int)}, sort_keys=True)
+        where = {k: v for k, v in sample.items() if isinstance(v, str | int) and not k.endswith("_bytes")}
+        return json.dumps(where, sort_keys=True)
 
     found: dict[str, dict[int, dict]] = defaultdict(dict)
     for each in documents:

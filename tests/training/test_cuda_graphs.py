@@ -195,7 +195,8 @@ def test_what_cannot_be_recorded_is_refused_in_a_line(recording):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nSearch for it")
 
     with pytest.raises(
-        ConfigError, match=r"attention=naive .* \(CUDA error: [^\n]* capturing\); use trainer"
+        ConfigError,
+        match=r"attention=naive .* \(CUDA error: [^\n]* capturing\); leave it out, or use trainer",
     ):
         recording(fail, graphs=True)
 

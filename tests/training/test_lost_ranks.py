@@ -216,6 +216,45 @@ def test_what_ranks_are_refused_is_said_first_and_is_in_torchruns_summary(user_e
     assert re.search(rf"^ +traceback : {line}", done.stderr, re.MULTILINE)
 
 
+# Rank 0, which is refused the checkpoint, is longer in closing wandb than the others wait before they end.
+CLOSES = """
+import runpy, sys, time
+from training.parallel import watch
+from training.run_directory import Recorder
+
+watch.GONE = 2.0
+finish = Recorder.finish
+
+def slowly(self, summary):
+    time.sleep(6 * self._plan.world.is_main)
+    finish(self, summary)
+
+Recorder.finish = slowly
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_refused_closes_wandb_before_the_others_end(user_environment, tiny, tmp_path):
+    (tmp_path / "closes.py").write_text(CLOSES)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()  # a file, in which there is no place for a checkpoint
+    done = subprocess.run(
+        torchrun(2, "closes.py", str(ROOT / "train.py"), *tiny, "hydra.run.dir=run"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=with_root(user_environment),
+    )
+    line = "error: the checkpoint of step 12 could not be written to run/checkpoints: "
+    assert done.returncode != 0
+    assert len(re.findall(f"^{line}", done.stderr, re.MULTILINE)) == 1, done.stderr
+    # Of both ranks, whichever torchrun saw first.
+    assert len(re.findall(rf"^ +traceback : {line}", done.stderr, re.MULTILINE)) == 2, done.stderr
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_after_the_timeout_taken_for_dead(user_environment, tiny, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)

@@ -92,7 +92,7 @@ def test_hosts_that_would_train_unlike_are_refused_in_one_line(user_environment,
     assert 0 not in [agent.returncode for agent in agents]
     why = {
         "settings": r"rank 1 was started with optimizer\.lr=0\.\d+, rank 0 with optimizer\.lr=0\.\d+: give one",
-        "text": "rank 1 has another corpus than rank 0: put data.cache_dir on",
+        "text": "rank 1 has another corpus than rank 0: give all hosts the same text",
     }
     assert re.search(f"^error: {why[what]}", said, re.MULTILINE), said
     assert "RuntimeError" not in said

@@ -32,6 +32,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .. import torchrun
 from ..config import ConfigError
 from ..distributed import World
 from .links import Links, is_stopped
@@ -222,8 +223,14 @@ class Watch:
     def _follow(self, why: str) -> None:
         """End with a rank that has said why it cannot go on, where this one does not by itself."""
         self._ending = True
+        # That one may be closing wandb: a rank that exits has torchrun end it, unsaid.
+        until = time.monotonic() + SILENT
+        while self._state != "broken" and time.monotonic() < until:
+            if self._done.wait(BEAT):
+                return
         if self._done.wait(GONE):
             return
+        torchrun.tell(f"error: {why}")
         if os.environ["LOCAL_RANK"] == "0":  # what that rank has printed may be on another host
             print(f"error: {why}", file=sys.stderr, flush=True)
         os._exit(1)
