@@ -11,7 +11,7 @@ BENCHMARKS: dict[str, Experiment] = {
     for each in (
         _Benchmark(
             name="loss",
-            title="GPT-2's head and its loss: time and peak memory beside torch's and Liger-Kernel's",
+            title="GPT-2's head and its loss: time and peak memory against torch's and Liger-Kernel's",
             minutes=1.0,
             measures=(
                 *("kernels.layers.softmax_gradient", "model.gpt.cross_entropy"),
@@ -22,7 +22,7 @@ BENCHMARKS: dict[str, Experiment] = {
         ),
         _Benchmark(
             name="documents",
-            title="packed documents and sliding windows: time over attention without them, beside PyTorch's",
+            title="packed documents and sliding windows: time over attention without them, against PyTorch's",
             minutes=2.5,
             measures=ATTENTIONS,
             seconds={"check": 0.5, "time": 2.0},
@@ -30,7 +30,7 @@ BENCHMARKS: dict[str, Experiment] = {
         ),
         _Benchmark(
             name="features",
-            title="flash beside other libraries with the same feature (softcap, key padding, ...) or head_dim",
+            title="flash against other libraries with the same feature (softcap, key padding, ...) or head_dim",
             minutes=26.0,  # estimated, from 17 for softcap, ALiBi, sinks and dropout
             measures=ATTENTIONS,
             seconds={"check": 1.4, "time": 7.0},
@@ -38,7 +38,7 @@ BENCHMARKS: dict[str, Experiment] = {
         ),
         _Benchmark(
             name="neighbour",
-            title="whether a busy GPU beside it changes what a GPU or the host takes",
+            title="whether a busy GPU next to it changes what a GPU or the host takes",
             minutes=2.0,
             measures=("kernels.flash", "kernels.naive.naive_attention", "kernels.library.sdpa"),
             gpus=2,
@@ -46,14 +46,14 @@ BENCHMARKS: dict[str, Experiment] = {
         ),
         _Benchmark(
             name="host",
-            title="what a call of attention costs the host, beside PyTorch's and a function that does nothing",
+            title="what a call of attention costs the host, against PyTorch's and a function that does nothing",
             minutes=0.5,
             measures=("kernels.flash.api.flash_attention", "kernels.launch.launch"),
             alone=True,
         ),
         _Benchmark(
             name="huggingface",
-            title="transformers' GPT-2 and Llama on our kernels, beside its own attentions",
+            title="transformers' GPT-2 and Llama on our kernels, against its own attentions",
             minutes=6.0,
             measures=(
                 *("kernels.flash.portable", "kernels.flash.hopper"),
@@ -63,7 +63,7 @@ BENCHMARKS: dict[str, Experiment] = {
         ),
         _Benchmark(
             name="decode",
-            title="a generated token's time, beside transformers' generate with sdpa on the same weights",
+            title="a generated token's time, against transformers' generate with sdpa on the same weights",
             minutes=15.0,  # estimated, from 5.4 with a quarter of the rounds
             measures=("kernels.flash.decode", "model.decode.Decoder", "model.decode.generate_batch"),
             alone=True,
@@ -72,7 +72,7 @@ BENCHMARKS: dict[str, Experiment] = {
 }
 TOOLS = {
     "aims": ("benchmarks.aims", "results/ held to this project's own aims, as results/BENCHMARKS.md"),
-    "step": ("benchmarks.step", "--nanogpt PATH: a CPU training step beside nanoGPT's"),
+    "step": ("benchmarks.step", "--nanogpt PATH: a CPU training step against nanoGPT's"),
     "scaling": (
         "benchmarks.scaling",
         "--gpus 1 2 4 8: tokens/s and memory of several GPUs, whole and in parts",
@@ -82,7 +82,7 @@ TOOLS = {
         "benchmarks.recipes",
         "NAME RUN...: curves of training runs, kept as results/<gpu>/NAME.json, .svg",
     ),
-    "preparation": ("benchmarks.preparation", "preparing text beside bare tiktoken and nanoGPT"),
+    "preparation": ("benchmarks.preparation", "preparing text against bare tiktoken and nanoGPT"),
 }
 PROGRAM = Program("benchmarks", BENCHMARKS, TOOLS)
 

@@ -16,7 +16,7 @@ from reproduce.common import markdown_table, results_folder, writing
 from reproduce.experiment import Sample
 from reproduce.plots import can_draw
 from reproduce.results import changed_since, faster_since, host_load, read_all, slug, timed_again
-from reproduce.timing import FASTER, Times, beside, fastest, took, waited
+from reproduce.timing import FASTER, Times, fastest, took, versus, waited
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
 # The files in results/ that have aims; `attention`, `training` and `ring` are experiments of reproduce.
@@ -68,13 +68,13 @@ def over_fastest(
 ) -> list[Aim]:  # fmt: skip
     """Our time over that of the fastest of the others for which the device did not wait, if there is one.
 
-    Missed where one of them is faster, as `timing.beside` has it; then it is over the fastest of those. Of one
+    Missed where one of them is faster, as `timing.versus` has it; then it is over the fastest of those. Of one
     process, to which nothing is faster, the figure decides.
     """
     others = [name for name in others if name in sample["ms"]]
     late = [name for name in others if waited(sample, name)]
     times, found = took(sample, ours, phase), [name for name in others if name not in late]
-    faster = [name for name in found if beside(took(sample, name, phase), times) == FASTER]
+    faster = [name for name in found if versus(took(sample, name, phase), times) == FASTER]
     best = fastest(sample, tuple(faster or found), phase)
     if best is None:
         return []

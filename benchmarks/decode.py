@@ -1,4 +1,4 @@
-"""The time of a generated token: ours beside transformers' `generate` with sdpa, on the same weights of GPT-2 small.
+"""The time of a generated token: ours against transformers' `generate` with sdpa, on the same weights of GPT-2 small.
 
 A batch of prompts of one length is continued greedily, in the middle of the context: a token's time grows evenly with
 what it attends to, so it is that of a whole context on average. Contenders: `generate_batch` with the split-KV kernel

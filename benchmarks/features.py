@@ -1,4 +1,4 @@
-"""Flash beside other libraries' attention with the same feature, and at other head_dims.
+"""Flash against other libraries' attention with the same feature, and at other head_dims.
 
 Softcap, ALiBi, sinks, dropout, key padding, and windows over twice as many keys as queries; forward and backward at
 16k tokens and a hidden width of 2048 (FlashAttention-2's Figures 4-7). Key padding is timed without the causal mask,
@@ -8,7 +8,7 @@ a library has but our signature does not pass on. That is SDPA with key padding 
 head_dim 128; FlexAttention with sinks, by its log-sum-exp, and with padding, by a block mask; and FlashAttention-4
 with softcap, sinks, windows, the number of keys of each sequence, and ALiBi as a modification of its scores, each
 with and without repeatable gradients. All read the same packed tensors (batch, length, heads, head_dim).
-precise_delta, which no library has, is timed beside ours without it.
+precise_delta, which no library has, is timed against ours without it.
 
 Results are checked against float64 first, with sinks their gradient too. Other libraries' dropout draws other random
 numbers than ours: it is checked without any, and then for keeping the mean of the output.
@@ -190,7 +190,7 @@ def draw(results: Results, path: Path) -> None:
 def aims(results: Results) -> list[Aim]:
     """No other implementation of the feature should take less time, nor one whose gradients are repeatable.
 
-    What no library has is shown beside ours without it.
+    What no library has is shown against ours without it.
     """
     found = []
     for sample in timed(results, kind="time"):

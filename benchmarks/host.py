@@ -190,8 +190,8 @@ def aims(results: Results) -> list[Aim]:
         for (phase, aim), (name, tier) in itertools.product(AIMS.items(), tiers.items()):
             ours, nothing = medians[name][phase], medians[NOTHING][phase]
             others = [each[phase] for name, each in medians.items() if name.startswith("sdpa")]
-            beside = f", the fastest of PyTorch's {min(others):.0f} us" if others else ""
-            why = f"an {NOTHING} takes {nothing:.0f} us{beside}"
+            fastest = f", the fastest of PyTorch's {min(others):.0f} us" if others else ""
+            why = f"an {NOTHING} takes {nothing:.0f} us{fastest}"
             what = f"host, {phase} of flash{tier}"
             found.append(Aim(what, f"{ours:.0f} us (one process)", f"{aim} us", ours <= aim, why))
     return found

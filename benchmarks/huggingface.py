@@ -1,4 +1,4 @@
-"""transformers' models on our kernels: a forward and a training step beside its other attentions.
+"""transformers' models on our kernels: a forward and a training step against its other attentions.
 
 GPT-2 small and a Llama of about its size (RoPE, grouped heads, SwiGLU), random weights, each with
 attn_implementation="tilegpt" (`kernels.register_transformers`), "sdpa" and, if it is installed,

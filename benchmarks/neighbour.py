@@ -163,7 +163,7 @@ def changes(results: Results) -> dict[str, tuple[Times, Times]]:
 def matters(idle: Times, busy: Times) -> bool:
     """Whether the ranges are apart, if there are several turns, and the medians by more than MOST."""
     return (
-        bool(idle.alone or timing.beside(busy, idle) != LEVEL) and abs(busy.median / idle.median - 1) > MOST
+        bool(idle.alone or timing.versus(busy, idle) != LEVEL) and abs(busy.median / idle.median - 1) > MOST
     )
 
 
@@ -175,7 +175,7 @@ def verdict(results: Results) -> str:
     apart = {name: busy.median / idle.median for name, (idle, busy) in found.items() if matters(idle, busy)}
     if apart:
         worst = ", ".join(f"{name} {ratio:.3f}x" for name, ratio in apart.items())
-        return f"a busy neighbour matters: {worst} of the time beside an idle one"
+        return f"a busy neighbour matters: {worst} of the time with an idle one"
     off = max(abs(busy.median / idle.median - 1) for idle, busy in found.values())
     what = f"{len(found)} times and ratios are within {MOST:.0%} or their ranges overlap"
     return f"a busy neighbour does not matter: {what}; the medians differ by {off:.1%} at most"
@@ -193,7 +193,7 @@ def table(results: Results) -> str:
 def draw(results: Results, path: Path) -> None:
     """Busy over idle, of each time and ratio."""
     rows = {name: {"": (busy / idle).median} for name, (idle, busy) in changes(results).items()}
-    panel = plots.bars("A busy neighbour", rows, across="time over that beside an idle one")
+    panel = plots.bars("A busy neighbour", rows, across="time over that with an idle one")
     plots.draw(path, f"Two GPUs of a host, {results['device']}", [panel])
 
 
@@ -201,7 +201,7 @@ def aims(results: Results) -> list[Aim]:
     """A neighbour that does not matter."""
     return [
         Aim(
-            f"time beside a busy GPU over beside an idle one, {name}", f"{(busy / idle).shown('{:.3f}x')}",
+            f"time with a busy neighbour over that with an idle one, {name}", f"{(busy / idle).shown('{:.3f}x')}",
             f"within {MOST:.0%}, or ranges overlap", not matters(idle, busy),
         )
         for name, (idle, busy) in changes(results).items()

@@ -1,4 +1,4 @@
-"""tokens/s, peak memory and equality of several GPUs beside one: python -m benchmarks scaling --gpus 1 2
+"""tokens/s, peak memory and equality of several GPUs against one: python -m benchmarks scaling --gpus 1 2
 
 Every figure is of real training steps (scaling_rank.py), started by torchrun: GPT-2 small and XL at 131,072 tokens a
 step, and a GPT of 7 B parameters for a few steps; whole on each GPU, and in parts; with --models 32k to 256k, GPT-2
@@ -155,7 +155,7 @@ def vocabulary(folder: Path) -> Path:
 
 
 def table(samples: list[Sample]) -> str:
-    """A row a layout: beside one GPU, beside the layout that is whole, and beside its own second run."""
+    """A row a layout: against one GPU, against the layout that is whole, and against its own second run."""
     alone = {
         s["model"]: s["perf/tokens_per_second"] for s in samples if s["ranks"] == 1 and "failed" not in s
     }

@@ -38,12 +38,12 @@ def measure(settings: list[str], steps: int, folder: Path, ranks: World) -> dict
     flops = run.model.flops_per_token(config.model.seq_len)
     measured = performance(meter.mark(), config.trainer.batch_tokens, flops, ranks)
     return {
-        **run.plan.how.facts(),
+        **run.plan.computation.facts(),
         "blocks_at_once": run.plan.blocks_at_once,
         "ranks": ranks.size,
         "parameters": run.model.num_parameters(),
         "batch_tokens": config.trainer.batch_tokens,
-        "micro_batch": run.plan.how.micro_batch,
+        "micro_batch": run.plan.computation.micro_batch,
         **measured,
         **{name: max(ranks.gather(peak)) for name, peak in memory(ranks.device).items()},
         "losses": (ranks.sum(torch.stack(losses)) / ranks.size).tolist(),

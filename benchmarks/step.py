@@ -1,4 +1,4 @@
-"""One CPU training step of this model beside nanoGPT's, in one process: python -m benchmarks step --nanogpt PATH
+"""One CPU training step of this model against nanoGPT's, in one process: python -m benchmarks step --nanogpt PATH
 
 PATH is a nanoGPT `model.py`. A step is forward, backward and AdamW in float32, eager; both models attend through
 torch's scaled_dot_product_attention. Three comparisons per shape, each a ratio of step times, ours over theirs:

@@ -5,7 +5,7 @@
 
 `attention_tier` says which of its kernels run, and `why_portable` why not those for Hopper.
 
-Beside them: `kernels.layers`, a model's other layers, and `kernels.ring`, attention over a sequence that several GPUs
+Besides: `kernels.layers`, a model's other layers, and `kernels.ring`, attention over a sequence that several GPUs
 share.
 
 `kernels.arguments` documents the arguments; `kernels.naive` implements all of them in the slow and obvious way.

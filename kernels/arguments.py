@@ -18,7 +18,7 @@ one token can reach those whose tile it shares: earlier ones under a causal mask
 Isolated, forward and backward, are
 
     the rows of a batch, and its heads (with grouped heads those that share a key head), from one another
-    keys and values from `kv_lengths` on, whose gradients are 0, beside packed documents too: so pad with that where
+    keys and values from `kv_lengths` on, whose gradients are 0, with packed documents too: so pad with that where
     padding may hold anything.
     `naive` multiplies them by 0, so there they must be finite. A padded query is like any other: its q, and the
     gradient of its output, must be finite
@@ -188,14 +188,14 @@ def check_features(
             )
 
 
-def refuse_features(name: str, features: dict[str, object], beside: str = "") -> None:
+def refuse_features(name: str, features: dict[str, object], combined_with: str = "") -> None:
     """Check that all of `features`, the arguments that attention `name` lacks, have their "not used" value.
 
-    beside: the argument with which it lacks them.
+    combined_with: the argument with which it lacks them.
     """
     used = used_features(features)
     if used:
-        what = f"{sorted(used)[0]} beside {beside}" if beside else sorted(used)[0]
+        what = f"{sorted(used)[0]} with {combined_with}" if combined_with else sorted(used)[0]
         raise AttentionError(
             f"attention={name} does not support {what}; attention=naive does, and flash on a GPU"
         )

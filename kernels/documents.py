@@ -34,7 +34,7 @@ def checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """q, k, v and scale as the attention `name` gets them; AttentionError for what does not go with documents."""
     features.pop("dropout_seed", None)  # it means nothing without dropout_p, and that is refused
-    refuse_features(name, features, beside="cu_seqlens")
+    refuse_features(name, features, combined_with="cu_seqlens")
     q, k, v = in_autocast_dtype(*tensors)
     check_inputs(q, k, v)
     check_features(q, k, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)

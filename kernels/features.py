@@ -74,7 +74,7 @@ FEATURES: dict[str, Feature] = {
         pointers=("DocumentStart", "DocumentEnd"),
     ),
     "cu_seqlens_k": Feature(
-        "int32 (documents + 1,), beside cu_seqlens, which then has the queries' offsets alone: those of the keys, of "
+        "int32 (documents + 1,), with cu_seqlens, which then has the queries' offsets alone: those of the keys, of "
         "as many documents, ascending, first 0, last batch * kv_len. Each document, or its part of a row, is aligned "
         "bottom-right by itself",
         words="offsets of the keys alone",

@@ -166,7 +166,7 @@ def _beyond(request: AttentionRequest, supported: set[str], masks: bool = True) 
     if "cu_seqlens" not in request.features:
         return request.beyond(supported)
     reason = request.beyond({"cu_seqlens", "cu_seqlens_k"} if masks else {"cu_seqlens"})
-    return reason and f"{reason} beside cu_seqlens (packed documents)"
+    return reason and f"{reason} with cu_seqlens (packed documents)"
 
 
 def _refuses_any(request: AttentionRequest) -> str | None:

@@ -114,9 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out or tuned_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "entries": entries}
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(document, indent=1) + "\n")
-    beside.replace(path)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(document, indent=1) + "\n")
+    new.replace(path)
     print(f"written to {path}")
     return 0
 

@@ -1,6 +1,6 @@
 """Which releases of torch and triton our kernels run with, and what to do about others: one line each.
 
-    torch 2.11 and later, with the triton that it was built with; beside another a line on stderr says so
+    torch 2.11 and later, with the triton that it was built with; with another a line on stderr says so
     the Hopper kernels: a pair with which flash has passed its GPU tests; with others the portable kernels run
 
 `python -m kernels.compile_report --with newest` compares these with the newest releases.
@@ -51,9 +51,7 @@ def kernels_lack() -> str | None:
     if numbers_of(torch.__version__) < numbers_of(oldest):
         return f"torch {oldest} or newer, not {torch.__version__} (pip install -U torch)"
     if numbers_of(triton.__version__) < numbers_of(own):
-        return (
-            f"triton {own} or newer beside torch {torch.__version__}, not {triton.__version__} ({remedy()})"
-        )
+        return f"triton {own} or newer with torch {torch.__version__}, not {triton.__version__} ({remedy()})"
     if os.environ.get("TRITON_INTERPRET") == "1" and numbers_of(triton.__version__) < (3, 7):
         import numpy  # of whose arrays that interpreter makes numbers, to count a loop
 

@@ -4,7 +4,7 @@ from .command_line import Program, run, start
 from .experiment import EXPERIMENTS
 
 TOOLS = {
-    "report": ("reproduce.report", "one page, Markdown and HTML: the papers' figures beside ours"),
+    "report": ("reproduce.report", "one page, Markdown and HTML: the papers' figures and ours"),
     "compare": ("reproduce.comparison.compare", "RUNS...: training runs side by side, a table and a page"),
     "milestones": ("reproduce.comparison.milestones", "RUN: its curve against the paper's, point by point"),
     "workspace": ("reproduce.comparison.workspace", "ENTITY/PROJECT: the same view as a wandb workspace"),

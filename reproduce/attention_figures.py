@@ -9,7 +9,7 @@ from pathlib import Path
 from . import paper, plots
 from .experiment import NOT_STATED, Results, Sample, Verdict, Verdicts, pick
 from .peers import APPROXIMATE, COMPILED, CUDNN_MASK, EFFICIENT_MASK, FLEX_MASK, LINFORMER
-from .timing import FASTER, SLOWER, Times, beside, fastest, gain, gains, medians, timed, took, waited
+from .timing import FASTER, SLOWER, Times, fastest, gain, gains, medians, timed, took, versus, waited
 
 OURS, BASELINE = "flash", "standard"
 FLASH2 = "sdpa_flash"  # FlashAttention-2, as PyTorch has it
@@ -131,13 +131,13 @@ def _judge_speed(results: Results, found: Verdicts) -> None:
         if (n := sample["length"]) in MIDDLE:
             causal = "causal" if sample["causal"] else "full"
             what = f"{BASELINE}/{OURS} time, head_dim 256, {causal}, {n} tokens"
-            why = f"{_beside_eager(sample)}; the paper has no head_dim 256, so it does not count; {over(sample)}"
+            why = f"{_versus_eager(sample)}; the paper has no head_dim 256, so it does not count; {over(sample)}"
             found.add("C7", what, NOT_STATED, faster.shown(), None, why)
     if speedups := _speedups(results, figure="fa1"):
         slower = [
             f"{s['length']} {s['mask']}"
             for s, faster in speedups
-            if _beside_eager(s) == SLOWER or (faster.alone and faster.median < 1)
+            if _versus_eager(s) == SLOWER or (faster.alone and faster.median < 1)
         ]
         what, why = "lengths where ours is slower than standard attention", f"over {len(speedups)} workloads"
         found.add("C7", what, "none", ", ".join(slower) or "none", not slower, why)
@@ -147,18 +147,18 @@ def _speedups(results: Results, **where: object) -> list[tuple[Sample, Times]]:
     return [(s, found) for s in timed(results, kind="time", **where) if (found := speedup(s))]
 
 
-def _beside_eager(sample: Sample, name: str = OURS) -> str:
-    return beside(took(sample, name), fastest(sample, EAGER)[1])
+def _versus_eager(sample: Sample, name: str = OURS) -> str:
+    return versus(took(sample, name), fastest(sample, EAGER)[1])
 
 
 def _judge_first_paper(results: Results, found: Verdicts) -> None:
-    """FlashAttention's own algorithm beside the attention that it was compared with."""
+    """FlashAttention's own algorithm against the attention that it was compared with."""
     for sample in timed(results, kind="time", figure="fa1", mask="plain"):
         faster, n = speedup(sample, "flash1"), sample["length"]
         if n in MIDDLE and faster:
             theirs = paper.FA1_MS["plain", BASELINE][n] / paper.FA1_MS["plain", OURS][n]
             why = (
-                f"at least the paper's speed-up; it is {_beside_eager(sample, 'flash1')}; the algorithm as the first "
+                f"at least the paper's speed-up; it is {_versus_eager(sample, 'flash1')}; the algorithm as the first "
                 "paper prints it, in Triton with one program a head: it writes out, maximum and sum to memory for "
                 "every tile of keys, which the paper's CUDA kernel avoided"
             )
@@ -217,7 +217,7 @@ def _judge_approximate(results: Results, found: Verdicts) -> None:
         ratios = gains(results, OURS, name, kind="time", figure="fa1", mask="plain")
         if len(ratios) < 2:
             continue
-        slower = [beside(took(sample, OURS), took(sample, name)) == SLOWER for sample, _ in ratios]
+        slower = [versus(took(sample, OURS), took(sample, name)) == SLOWER for sample, _ in ratios]
         from_there_on = [sample["length"] for place, (sample, _) in enumerate(ratios) if all(slower[place:])]
         overtakes, longest, last = min(from_there_on, default=None), ratios[-1][0]["length"], ratios[-1][1]
         shown = f"from {overtakes} tokens on" if overtakes else f"nowhere up to {longest}"
@@ -368,7 +368,7 @@ def _judge_chunks(results: Results, found: Verdicts) -> None:
         if sample["length"] in MIDDLE and standard and (chunked := took(sample, "chunked")):
             what = f"time of chunked attention over standard, {sample['length']} tokens"
             why = f"chunked takes longer: ranges apart; over {standard[0]}, {FASTEST}"
-            passed = beside(chunked, standard[1]) == SLOWER
+            passed = versus(chunked, standard[1]) == SLOWER
             if waited(sample, "chunked"):
                 passed, why = None, f"chunked waited for its host; {why}"
             found.add("C32", what, "no time saved", (chunked / standard[1]).shown(), passed, why)
@@ -385,7 +385,7 @@ def _judge_stored(results: Results, found: Verdicts) -> None:
                 words, passed = "forward and backward", ratio.low >= 0.9 and ratio.high <= 1.1
             else:
                 words = phase
-                passed = beside(took(sample, OURS, phase), took(sample, COMPILED, phase)) == bound
+                passed = versus(took(sample, OURS, phase), took(sample, COMPILED, phase)) == bound
             why = (
                 f"ours is {bound}; stored by torch.compile in two matrix products and a fused softmax, where the "
                 "paper's was one kernel, which would take a kernel of its own here"

@@ -25,7 +25,7 @@ from .results import Store
 if TYPE_CHECKING:
     import torch
 
-    from .side_by_side import Call
+    from .parallel_runs import Call
 
 RESULTS, TINY_RESULTS = "results", "runs/tiny"
 OUT_OF_TIME = 75  # exit status when the budget ran out first: EX_TEMPFAIL, a temporary failure, in sysexits.h
@@ -124,7 +124,7 @@ def _seconds(text: str) -> float:
 
 def _measure(program: Program, arguments: argparse.Namespace) -> int:
     """Measure what is missing of the experiments named, and print what is known of them."""
-    from .side_by_side import Call  # imports torch
+    from .parallel_runs import Call  # imports torch
 
     began, tiny = time.monotonic(), arguments.tiny
     overrides = _chosen(program, arguments.words, tiny)
@@ -180,7 +180,7 @@ def _run(
     """The experiments that did not come to their end, and the exit statuses of those that ran on their own."""
     import torch
 
-    from .side_by_side import compile_all, measure, measure_all
+    from .parallel_runs import compile_all, measure, measure_all
 
     if len(plan) == 1:
         try:
@@ -296,7 +296,7 @@ def _devices(name: str, device: torch.device) -> list[torch.device]:
 
 
 def _start(experiment: Experiment, arguments: argparse.Namespace, end: float | None) -> int:
-    """Run an experiment as its own command, with nothing beside it; its exit status."""
+    """Run an experiment as its own command, with nothing else at the same time; its exit status."""
     left = end - time.monotonic() if end else None
     if left is not None and left < 5:
         print(f"{experiment.name}: out of time; the same command continues")

@@ -102,7 +102,7 @@ class Experiment:
         measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
         package: the package that its module is in.
         gpus: how many it takes at least.
-        alone: nothing may run beside it: it times the host, or takes all GPUs itself.
+        alone: nothing may run at the same time: it times the host, or takes all GPUs itself.
         apart: it measures in processes of its own, so that an error there breaks no device for the samples after it.
         seconds: about what a sample of each kind takes on an H100 once its kernels are compiled, on average also over
             those that are refused; by these `plan.py` tells what is left to measure and how long it takes. Without

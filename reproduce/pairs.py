@@ -1,4 +1,4 @@
-"""C12 over several initial weights: what does attention change in the loss, beside what the weights change?
+"""C12 over several initial weights: what does attention change in the loss, against what the weights change?
 
 One pair of runs says little: the same run, rounded in another order, ends up to 0.012 nats away. So the difference of
 flash from naive is taken over every pair of runs that differ in attention alone: those of `perplexity`, and those of

@@ -1,4 +1,4 @@
-"""Attentions that take part in `attention` beside the registered ones: other forms of the baseline, library
+"""Attentions that take part in `attention` besides the registered ones: other forms of the baseline, library
 attention with padding, FlashAttention-4 with repeatable gradients, and approximations.
 
 Each is made anew for a workload: its mask is built once, and what is compiled is compiled for that shape.

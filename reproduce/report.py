@@ -32,7 +32,7 @@ from .perplexity_verdicts import judge_between_devices, judge_extended
 from .plots import can_draw
 from .report_notes import EARLIER, name_of, notes
 from .results import changed_since, host_load, read_all, slug
-from .sparse import judge_beside_others
+from .sparse import judge_against_others
 
 HOW_TO_READ = (
     "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
@@ -96,7 +96,7 @@ class Judged:
     figures: list[Figure] = field(default_factory=list)
     gpu_pictures: list[Path] = field(default_factory=list)
     cpu_pictures: list[Path] = field(default_factory=list)
-    beside: list[str] = field(default_factory=list)  # lines of Markdown, of what is pictured here too
+    also: list[str] = field(default_factory=list)  # lines of Markdown, of what is pictured here too
     pictured_at: str = ""  # the claim whose picture shows these figures too
 
     @property
@@ -272,7 +272,7 @@ def build(directory: Path) -> Page:
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     _add_between_devices(page, curves)
     _add_pairs(page, curves, directory)
-    for verdict in judge_beside_others(page.documents):
+    for verdict in judge_against_others(page.documents):
         device = verdict.basis.partition(",")[0]
         own, others = (page.sources[name, device] for name in ("sparse", "attention"))
         page.claims["C10"].figures.append(Figure(verdict, own, others=others))
@@ -349,9 +349,9 @@ def _add_pairs(page: Page, curves: list[Results], directory: Path) -> None:
 
 
 def _add_long_run(page: Page, document: Results, picture: Path) -> None:
-    """Show it beside the perplexity's runs; it belongs to no figure of the paper."""
+    """Show it with the perplexity's runs; it belongs to no figure of the paper."""
     claim = page.claims["C12"]
-    claim.beside.append(long_run.line(document))
+    claim.also.append(long_run.line(document))
     if can_draw():
         long_run.draw(document, picture)
         claim.gpu_pictures.append(picture)

@@ -34,7 +34,7 @@ def as_markdown(page: report.Page, directory: Path) -> str:
         lines += [f"Picture at [{judged.pictured_at}](#{judged.pictured_at.lower()}).", ""] * bool(
             judged.pictured_at
         )
-        lines += [f"{each}\n" for each in judged.beside]
+        lines += [f"{each}\n" for each in judged.also]
         lines += [f"![{name}]({_link(path, directory)})\n" for path in judged.gpu_pictures]
     lines += ["## B. Counted on a CPU", ""]
     for name, judged in page.claims.items():

@@ -85,8 +85,8 @@ def _failed(document: Results) -> bool:
 def _older_standard(document: Results) -> bool:
     """Whether it timed standard attention before aae4db6, with which three processes came too."""
     run = f"{EXPERIMENTS[document['experiment']].path}.run"
-    beside = any(STANDARD in sample.get("ms", ()) for sample in document["samples"])
-    return beside and _timed_once(document) and run in changed_since(document)
+    with_standard = any(STANDARD in sample.get("ms", ()) for sample in document["samples"])
+    return with_standard and _timed_once(document) and run in changed_since(document)
 
 
 def name_of(document: Results) -> str:

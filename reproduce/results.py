@@ -71,7 +71,7 @@ def faster_since(document: Results) -> list[str]:
 
 
 def timed_again(document: Results) -> str:
-    """Of points newer than their document (.ci/gpu/merge.py --over), features or lengths: "lengths 8192, 16384 at 820bf2d"."""
+    """The features or lengths of points newer than their document (.ci/gpu/merge.py --over): "sinks at 820bf2d"; or ""."""
     newer: dict[str, set[str]] = defaultdict(set)
     lengths: dict[str, set[int]] = defaultdict(set)
     for sample in document["samples"]:

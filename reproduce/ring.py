@@ -1,4 +1,4 @@
-"""Attention across GPUs: time and bytes of our ring against length, beside PyTorch's context parallelism and one GPU.
+"""Attention across GPUs: time and bytes of our ring against length, and of PyTorch's context parallelism and one GPU.
 
 Every rank is a process that this starts. Causal, forward and backward. Contenders: `kernels.ring` with the flash
 kernels, and with all keys gathered at once; PyTorch's `context_parallel` around its own FlashAttention-2, which cuts

@@ -19,7 +19,7 @@ from .attention import STANDARD, Inputs, Workload, backend_names, gradients, inp
 from .attention_figures import OURS
 from .experiment import NOT_STATED, Options, Results, Sample, Timing, Verdict, Verdicts, pick
 from .peers import Attend
-from .timing import FASTER, Times, beside, fastest, timed, took
+from .timing import FASTER, Times, fastest, timed, took, versus
 
 BLOCK = 128  # queries and keys per block of the attention signature's block_mask
 
@@ -168,7 +168,7 @@ def draw(results: Results, path: Path, claim: str = "") -> bool:
 
 
 def judge(results: Results) -> list[Verdict]:
-    """C5 and C10, but for what takes a run of another experiment: `judge_beside_others`."""
+    """C5 and C10, but for what takes a run of another experiment: `judge_against_others`."""
     found = Verdicts(results["device"])
     for sample in pick(results, kind="exact", backend=OURS):
         worst, why = sample["worst"], "relative difference in float16, out and gradients"
@@ -231,8 +231,8 @@ def _judge_butterfly(results: Results, found: Verdicts) -> None:
         found.times("C10", what, theirs, gain, gain.low >= 50, why, form="{:.0f}x")
 
 
-def judge_beside_others(documents: Iterable[Results]) -> list[Verdict]:
-    """C10, the fastest of all: beside what `attention` timed at the same shape on the same device, a row a length.
+def judge_against_others(documents: Iterable[Results]) -> list[Verdict]:
+    """C10, the fastest of all: against what `attention` timed at the same shape on the same device, a row a length.
 
     documents: of all experiments; of two of an experiment on a device, the first counts.
     """
@@ -269,7 +269,7 @@ def _judge_fastest(own: Results, others: Results, found: Verdicts) -> None:
         what = f"time of the fastest other attention over butterfly, {sample['length']} tokens"
         shown = f"{best.median / ours.median:.2f}x, {name} ({_ms(best)} over {_ms(ours)})"
         basis = f"{own['device']}, two runs"
-        faster = {beside(Times(ms / by for ms in ours), best) == FASTER for by in (1, factor)}
+        faster = {versus(Times(ms / by for ms in ours), best) == FASTER for by in (1, factor)}
         passed = faster.pop() if len(faster) == 1 else None
         found.add("C10", what, "the fastest", shown, passed, why, basis=basis)
 

@@ -10,7 +10,7 @@ longest sleep is too short.
 Contenders take turns in an order drawn anew for each round, on inputs that are not in cache, while clock and power
 are recorded. A process times each of them at least 20 times, and three processes do so, each on a GPU of its own or
 one after another. What is stated is the median of the processes' medians with their range, and "faster" only where
-ranges do not overlap (`beside`).
+ranges do not overlap (`versus`).
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Times(tuple[float, ...]):
         return self.ranging(form) + self.alone
 
 
-def beside(ours: Times, theirs: Times) -> str:
+def versus(ours: Times, theirs: Times) -> str:
     """FASTER or SLOWER where the ranges between processes do not overlap, else LEVEL. Nothing else decides this."""
     if ours.below(theirs):
         return FASTER
@@ -305,7 +305,7 @@ def recorded(device: torch.device) -> Iterator[dict[str, list[float]]]:
     """Record clock, power and temperature during the block: {quantity: [least, median, most]}, filled at its end.
 
     nvidia-smi does it, in a process of its own, which does not disturb the host. Also the host's load average before
-    and after, by which to see whether something else ran beside. Empty without a GPU. Changes nothing.
+    and after, by which to see whether something else ran too. Empty without a GPU. Changes nothing.
     """
     found: dict[str, list[float]] = {}
     if device.type != "cuda" or not shutil.which("nvidia-smi"):

@@ -166,7 +166,7 @@ def _run_group(options: Options, group: Group, names: tuple[str, ...]) -> None:
     built: dict[str, Contender] = {}
     ready = []
     for name in names:
-        measure = partial(_memory_beside, options, group, name, built)
+        measure = partial(_memory_with_others, options, group, name, built)
         sample = options.sample(measure, kind="memory", contender=name, **asdict(group))
         if sample.get("agrees"):
             ready.append(name)
@@ -215,7 +215,7 @@ def _pool() -> tuple[int, int]:
     return torch.cuda.graph_pool_handle()
 
 
-def _memory_beside(options: Options, group: Group, name: str, built: dict[str, Contender]) -> Sample:
+def _memory_with_others(options: Options, group: Group, name: str, built: dict[str, Contender]) -> Sample:
     """`_memory`; if it does not fit beside those that are built, it is measured without them."""
     try:
         return _memory(options, group, name, built)

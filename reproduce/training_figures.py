@@ -8,7 +8,7 @@ from . import paper, plots
 from .contenders import FUSED, HF_EAGER, HF_SDPA, PADDED
 from .experiment import NOT_STATED, Results, Sample, Verdict, Verdicts, pick
 from .standard import NAME as STANDARD
-from .timing import FASTER, Times, beside, timed, took
+from .timing import FASTER, Times, timed, took, versus
 
 # Slowest over fastest step above which a contender is called not steady. On an H200 steps stayed within 8 %, those
 # that waited for the host within 47 %.
@@ -125,7 +125,7 @@ def _judge_today(results: Results, found: Verdicts) -> None:
             attention = "eager" if name.startswith(HF_EAGER) else "PyTorch's"
             rows = "50,304" if name.endswith(PADDED) else "50,257"
             over = f"Hugging Face, both compiled, {attention} attention, {rows} rows of vocabulary"
-            why = f"{_beside(ours, theirs)}; the paper's is over the eager model of 2022, so today's do not count"
+            why = f"{_versus(ours, theirs)}; the paper's is over the eager model of 2022, so today's do not count"
             what = f"gpt2_small, whole stack: ours over {over}"
             found.add("C11", what, NOT_STATED, gain.shown(), None, why)
 
@@ -196,7 +196,7 @@ def _judge_table_4(results: Results, found: Verdicts) -> None:
         if gain := _ratio(ours, theirs):
             why, passed = "the paper's is of the whole stack, over Megatron-LM's fused softmax", None
             if mode == "compiled":  # which fuses the softmax, as Megatron-LM's kernel did
-                passed = _beside(ours, theirs) == FASTER
+                passed = _versus(ours, theirs) == FASTER
                 why = "faster; in the place of Megatron-LM, which was not run; the paper's is of the whole stack"
             found.times("C13", what, expected, gain, passed, why, theirs=f"{expected:.1f}x")
         elif mode == "compiled" and found:  # what the claim is judged by
@@ -219,21 +219,21 @@ def _judge_fa2(results: Results, found: Verdicts) -> None:
             shown = f"{ours.median * sample['flops_per_token'] / 1e12:.0f} TFLOP/s"
             why = "standard attention did not run here (out of memory: it keeps every layer's matrices)"
             if peaks := [gib for name in EAGER if (gib := _peak_gib(results, sample, name))]:
-                why = f"standard attention takes {min(peaks):.0f} GiB, and was not timed beside ours"
+                why = f"standard attention takes {min(peaks):.0f} GiB, and was not timed with ours"
             if gain:
                 why = "over the faster of naive and standard in our model, on one GPU without communication"
                 shown, ratio = f"{gain.shown()} ({shown})", gain.median / expected
             if gain and mode == "compiled":
-                passed = _beside(ours, standard) == FASTER
+                passed = _versus(ours, standard) == FASTER
                 why = f"faster; {why}; the paper's is over another stack's softmax"
             what = f"GPT3-1.3B, context {context}: flash over standard attention, {mode}"
             theirs = f"{expected:.2f}x ({with_flash} over {without} TFLOP/s)"
             found.add("C23", what, theirs, shown, passed, why, ratio=ratio)
 
 
-def _beside(ours: Times, theirs: Times) -> str:
-    """`beside` of two rates."""
-    return beside(ours.inverse(), theirs.inverse())
+def _versus(ours: Times, theirs: Times) -> str:
+    """`versus` of two rates."""
+    return versus(ours.inverse(), theirs.inverse())
 
 
 def _ratio(ours: Times | None, theirs: Times | None) -> Times | None:

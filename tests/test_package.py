@@ -113,14 +113,14 @@ def installed(wheel: Path, tmp_path: Path) -> Callable[..., Run]:
         command = [python, "-W", "ignore", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=isolated, capture_output=True, text=True)
 
-    def beside(*requirements: str) -> Run:
+    def installed_with(*requirements: str) -> Run:
         for package in closure(*requirements):  # instead of installing a second copy of 700 MB or more
             files = distribution(package)
             for top in {Path(str(file)).parts[0] for file in files.files} - {"..", "__pycache__"}:
                 (links / top).is_symlink() or (links / top).symlink_to(files.locate_file(top))
         return run
 
-    return beside
+    return installed_with
 
 
 USE = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from reproduce.experiment import pick
-from reproduce.timing import FASTER, Times, beside, timed, took
+from reproduce.timing import FASTER, Times, timed, took, versus
 from reproduce.training_figures import mfu, rate
 from training.command_line import composed
 from training.config import Config
@@ -94,7 +94,7 @@ def test_attention_table_shows_median_times_with_those_that_none_beats_in_bold(c
                 number = value.strip("*")
                 decimals = len(number.partition(".")[2])
                 assert number == f"{measured[name].median:.{decimals}f}", (shape, name, phase)
-                beaten = FASTER in (beside(measured[other], measured[name]) for other in printed)
+                beaten = FASTER in (versus(measured[other], measured[name]) for other in printed)
                 assert (value != number) == (float(number) == least or not beaten), (shape, name, phase)
 
 

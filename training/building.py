@@ -39,7 +39,7 @@ class Built:
 
 def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], None]) -> Built:
     """The model where the plan begins. begins: called with the phase of a step that does (metrics.Throughput)."""
-    config, how, parallel = plan.config, plan.how, plan.config.parallel
+    config, computation, parallel = plan.config, plan.computation, plan.config.parallel
     init_seed = config.seed if config.init_seed is None else config.init_seed
     model = plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
     if initial:
@@ -47,15 +47,15 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
     recompute(model, parallel.recompute)
     # DDP cuts what is compiled around it at its buckets, but not where blocks are computed again; FSDP never does.
     in_blocks = parallel.shard is not Shard.none or parallel.recompute is not Recompute.none
-    if how.compiled and in_blocks:
-        compile_blocks(model, how.dtype)
+    if computation.compiled and in_blocks:
+        compile_blocks(model, computation.dtype)
     if parallel.shard is Shard.none:
         model.to(plan.world.device)
     else:
-        shard(model, plan.layout.mesh, parallel, how.dtype, plan.blocks_at_once)
+        shard(model, plan.layout.mesh, parallel, computation.dtype, plan.blocks_at_once)
         time_blocks(model, begins)
     optimizer = build_optimizer(model, config.optimizer)
-    scaler = torch.amp.GradScaler(plan.world.device.type, enabled=how.dtype is torch.float16)
+    scaler = torch.amp.GradScaler(plan.world.device.type, enabled=computation.dtype is torch.float16)
     if plan.start.checkpoint:
         load_state(plan.start, model, optimizer, scaler)
 
@@ -63,23 +63,24 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
     if parallel.shard is Shard.none and plan.world.size > 1:
         ended = partial(begins, "exchange")
         train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, ended)
-    if how.graphs and not how.compiled:
+    if computation.graphs and not computation.compiled:
         local = _recorded(model, plan)
         return Built(model, local, local, model, optimizer, scaler)
-    if not how.compiled or in_blocks:
+    if not computation.compiled or in_blocks:
         return Built(model, train_model, model, model, optimizer, scaler)
-    graphs = partial(compiled_to_graphs, whole=how.whole)
-    trained = local = graphs(model, how.dtype) if how.graphs else compiled(Local(model), how.dtype)
+    dtype, graphs = computation.dtype, partial(compiled_to_graphs, whole=computation.whole)
+    trained = local = graphs(model, dtype) if computation.graphs else compiled(Local(model), dtype)
     if train_model is not model:
         # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
-        trained = (replayed if how.graphs else compiled)(train_model, how.dtype)
-    return Built(model, trained, local, compiled(model, how.dtype), optimizer, scaler)
+        trained = (replayed if computation.graphs else compiled)(train_model, dtype)
+    return Built(model, trained, local, compiled(model, dtype), optimizer, scaler)
 
 
 def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:
     """The model without an exchange, not compiled, replayed: called as the model is."""
-    local, device = with_sums(model, plan.how.dtype), plan.world.device
-    tokens = torch.zeros(plan.how.micro_batch, plan.config.model.seq_len, dtype=torch.int64, device=device)
+    local, device = with_sums(model, plan.computation.dtype), plan.world.device
+    shape = (plan.computation.micro_batch, plan.config.model.seq_len)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
     seeds = [torch.zeros((), dtype=torch.int64, device=device)] if plan.config.model.dropout else []
 
     def loss(tokens: Tensor, targets: Tensor, dropout_seed: Tensor | None = None) -> Tensor:
@@ -92,7 +93,7 @@ def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:
         if "captur" not in str(error):
             raise
         raise ConfigError(
-            f"trainer.cuda_graphs=true: attention={plan.how.attention} in this model cannot be recorded "
+            f"trainer.cuda_graphs=true: attention={plan.computation.attention} in this model cannot be recorded "
             f"({str(error).splitlines()[0]}); leave out trainer.cuda_graphs, or use trainer.compile=true."
         ) from error
 

@@ -105,7 +105,7 @@ class Best(NamedTuple):
 
 
 def keep_best(run_dir: Path, step: int, loss: float, tokens: int, keep: int) -> None:
-    """Make the checkpoint of `step`, with that validation loss, the best; it stays beside the newest `keep`."""
+    """Make the checkpoint of `step`, with that validation loss, the best; it is kept besides the newest `keep`."""
     link = run_dir / FOLDER / BEST
     new_link = link.with_suffix(".partial")
     checkpoint = at(run_dir, step)

@@ -225,7 +225,7 @@ class TrainerConfig:
     save_every: int = 0
     # Checkpoints to keep, newest first.
     keep_checkpoints: int = 2
-    # Keep, beside those, the one with the lowest validation loss of all evaluations: RUN/checkpoints/best.
+    # Keep, besides those, the one with the lowest validation loss of all evaluations: RUN/checkpoints/best.
     keep_best: bool = False
     # A run directory, or one of its checkpoints, to resume from. auto: the run in hydra.run.dir if there is one, so
     # that one command starts a job and, when it is requeued, resumes it. A finished run is left as it is.
@@ -302,7 +302,7 @@ class LoggerConfig:
     project: str | None = None
     # Runs to be compared share a group; a sweep (-m) sets it to the sweep's name.
     group: str | None = None
-    # Beside the name of the attention, which always is one.
+    # Besides the name of the attention, which always is one.
     tags: list[str] = field(default_factory=list)
     # Write the metrics for TensorBoard as well, into the run directory.
     tensorboard: bool = False
@@ -341,22 +341,20 @@ class Config:
         seq_len = self.model.seq_len
         sequences = self.trainer.batch_tokens // seq_len
         if sequences % world_size:
-            share = self.parallel.context
+            share, least = self.parallel.context, self.trainer.micro_batch or 1
             ranks = "ranks" if share == 1 else f"groups of {share} ranks"
-            able = seq_len * world_size * (self.trainer.micro_batch or 1)
+            able = _divisors(sequences // least if sequences % least == 0 else sequences)
+            near = [n * share for n in _either_side(world_size, able)]
             raise ConfigError(
                 f"trainer.batch_tokens={self.trainer.batch_tokens} is {plural(sequences, 'sequence')}, which "
-                f"{world_size} {ranks} cannot share equally; "
-                f"nearest: {nearest_multiples(self.trainer.batch_tokens, able)}."
+                f"{world_size} {ranks} cannot share equally; nearest: "
+                f"{nearest_multiples(self.trainer.batch_tokens, seq_len * world_size * least)}; a resumed run keeps "
+                f"its batch, and goes on with {' or '.join(map(str, near))} rank{'s' * (near != [1])}."
             )
         per_rank = sequences // world_size
         micro_batch = self.trainer.micro_batch or per_rank
         if per_rank % micro_batch:
-            divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
-            near = [
-                max(n for n in divisors if n < micro_batch),
-                *[n for n in divisors if n > micro_batch][:1],
-            ]
+            near = _either_side(micro_batch, _divisors(per_rank))
             raise ConfigError(
                 f"trainer.micro_batch={micro_batch} does not divide the {plural(per_rank, 'sequence')} that each "
                 f"rank gets of a batch of {self.trainer.batch_tokens} tokens; nearest: {' or '.join(map(str, near))}."
@@ -366,6 +364,15 @@ class Config:
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _either_side(value: int, able: list[int]) -> list[int]:
+    """Of ascending numbers, the last below `value` and the first above it, if there are."""
+    return [*[n for n in able if n < value][-1:], *[n for n in able if n > value][:1]]
 
 
 def _strings(given: Any) -> list[str]:

@@ -64,6 +64,8 @@ def explained(error: Exception) -> str:
             r"Value '(-?\d+)\.0' of type 'float' could not be converted to Integer", reason[0]
         ):
             return f"{first}: the value must be a whole number: {key}={whole[1]}"
+        if key == "logger.mode":  # wandb has `disabled`
+            return f"{first}: {reason[0]}; logger=none turns wandb off"
         return f"{first}: {reason[0]}"
     return first
 

@@ -1,6 +1,6 @@
 """A micro-step as CUDA graphs, so that a slow host does not keep the GPU waiting.
 
-A step of GPT-2 small with 16 sequences a forward launches 3,700 kernels: beside one H200 it took 158 ms, beside
+A step of GPT-2 small with 16 sequences a forward launches 3,700 kernels: with one H200 it took 158 ms, with
 another 117. torch.compile's mode "reduce-overhead" records what a forward and a backward launch once, and replays it;
 what is not compiled, torch.cuda.make_graphed_callables records. A replay writes where the recording wrote, so what
 outlives a micro-step needs memory of its own: the gradients.

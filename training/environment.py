@@ -94,7 +94,7 @@ def _commit() -> str:
 
 
 def _driver() -> str:
-    """Of its kernel module where that tells: nvidia-smi took more than 10 s beside 96 processes."""
+    """Of its kernel module where that tells: nvidia-smi took more than 10 s with 96 processes."""
     words = DRIVER.read_text().split() if DRIVER.exists() else []
     if told := [word for word in words if re.fullmatch(r"\d+(\.\d+)+", word)]:
         return told[0]

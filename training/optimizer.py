@@ -1,4 +1,4 @@
-"""AdamW, or Muon beside it, and which parameters weight decay touches."""
+"""AdamW, or Muon together with it, and which parameters weight decay touches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OptimizerName(Enum):
 
 @dataclass
 class OptimizerConfig:
-    """AdamW, or Muon beside it (training/muon.py); both take the same learning rate and weight decay."""
+    """AdamW, or Muon together with it (training/muon.py); both take the same learning rate and weight decay."""
 
     # Which; `optimizer=muon` says the same.
     name: OptimizerName = OptimizerName.adamw

@@ -74,7 +74,7 @@ class Plan:
     config: Config  # with what the tokenizer and the starting point decide
     run_dir: Path
     world: World
-    how: Computation
+    computation: Computation
     corpus: Corpus
     layout: Layout
     positions: str  # what became of trainer.init_from's position embeddings, for the banner
@@ -84,12 +84,12 @@ class Plan:
     def shape(self) -> GPT:
         """The model without memory."""
         with torch.device("meta"):
-            return build_gpt(self.config.model, self.how.attention_fn)
+            return build_gpt(self.config.model, self.computation.attention_fn)
 
     @cached_property
     def blocks_at_once(self) -> int | None:
         """Blocks whose parts are gathered at once; None: the model is in no parts."""
-        parallel, tokens = self.config.parallel, self.how.micro_batch * self.config.model.seq_len
+        parallel, tokens = self.config.parallel, self.computation.micro_batch * self.config.model.seq_len
         if parallel.shard is Shard.none:
             return None
         return parallel.blocks_at_once or blocks_at_once(self.shape, tokens // self.layout.context_size)
@@ -97,7 +97,7 @@ class Plan:
     def facts(self) -> dict[str, Any]:
         """What was resolved, as facts.json has it."""
         return {
-            **self.how.facts(),
+            **self.computation.facts(),
             "blocks_at_once": self.blocks_at_once,
             "parameters": self.shape.num_parameters(),
             "flops_per_token": self.shape.flops_per_token(self.config.model.seq_len),
@@ -108,18 +108,18 @@ class Plan:
 
     def model(self, generator: torch.Generator) -> GPT:
         """The model on the CPU, where it is drawn: the same weights on any device, with any attention."""
-        how = self.how
-        layers = {"loss": how.loss, "block": how.block}
-        attention, part = how.attention_fn, part_of(self.layout)
+        computation = self.computation
+        layers = {"loss": computation.loss, "block": computation.block}
+        attention, part = computation.attention_fn, part_of(self.layout)
         if part:
-            attention = in_ring(how.attention, self.config, self.layout, how.gather_keys)
+            attention = in_ring(computation.attention, self.config, self.layout, computation.gather_keys)
         model = make_gpt(self.config.model, attention, **layers, generator=generator)
         if part:
             compute_part(model, part)
         return model
 
     def autocast(self) -> AbstractContextManager:
-        dtype = self.how.dtype
+        dtype = self.computation.dtype
         return torch.autocast(self.world.device.type, dtype, enabled=dtype is not torch.float32)
 
 
@@ -129,7 +129,8 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     What cannot work is refused here: first by the checks that take no time, then by what does, such as a corpus.
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
-    place, how = checked(config, ranks)  # before the tokenizer is downloaded, whose error would hide these
+    # Before the tokenizer is downloaded, whose error would hide these.
+    place, computation = checked(config, ranks)
     resume = ranks.share(resume_path(config, run_dir))  # rank 0 decides
     if resume and config.trainer.resume == AUTO:  # the run in run_dir began with those weights
         config = _with_trainer(config, init_from=None)
@@ -145,9 +146,8 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     )
     # The checkpoint itself: the newest of its run may change.
     config = _with_trainer(config, init_from=initial.source if initial else start.init_from)
-    plan = Plan(
-        config, run_dir, ranks, how, corpus, place, initial.positions if initial else "", FROM_THE_START
-    )
+    positions = initial.positions if initial else ""
+    plan = Plan(config, run_dir, ranks, computation, corpus, place, positions, FROM_THE_START)
     if resume:
         plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts()))
         _check_best(plan)

@@ -20,22 +20,23 @@ Rows = list[tuple[str, str]]
 
 def banner(plan: Plan) -> Rows:
     """What will really run, resolved."""
-    config, model, ranks, how, corpus = plan.config, plan.config.model, plan.world, plan.how, plan.corpus
-    runs = f"{how.facts()['dtype']}, {'torch.compile' if how.compiled else 'eager'}"
-    if how.graphs:
+    config, model, ranks = plan.config, plan.config.model, plan.world
+    computation, corpus = plan.computation, plan.corpus
+    runs = f"{computation.facts()['dtype']}, {'torch.compile' if computation.compiled else 'eager'}"
+    if computation.graphs:
         runs += ", CUDA graphs"
     if os.environ.get("TRITON_INTERPRET") == "1":
         runs += ", Triton kernels interpreted"
-    asked = "" if config.attention.name == how.attention else f" (requested: {config.attention.name})"
-    tier = f", {how.attention_tier} kernels" if how.attention_tier else ""
-    tier += f" ({how.why_portable})" if how.why_portable else ""
-    tier += ", precise delta" if how.precise_delta else ""
+    asked = "" if config.attention.name == computation.attention else f" (requested: {config.attention.name})"
+    tier = f", {computation.attention_tier} kernels" if computation.attention_tier else ""
+    tier += f" ({computation.why_portable})" if computation.why_portable else ""
+    tier += ", precise delta" if computation.precise_delta else ""
     tokens = config.trainer.steps * config.trainer.batch_tokens
-    batch = sequences = f"{plural(how.micro_batch, 'sequence')} of {model.seq_len}"
+    batch = sequences = f"{plural(computation.micro_batch, 'sequence')} of {model.seq_len}"
     length = "no steps: evaluation only"
     if config.trainer.steps:
         batch = f"{config.trainer.batch_tokens:,} tokens a step: {sequences}"
-        batch += f" x {how.accumulation} accumulated" if how.accumulation > 1 else ""
+        batch += f" x {computation.accumulation} accumulated" if computation.accumulation > 1 else ""
         length = (
             f"{plural(config.trainer.steps, 'step')}, {count(tokens)} tokens, "
             f"{_epochs(corpus.train.epochs(tokens))} epochs"
@@ -43,8 +44,8 @@ def banner(plan: Plan) -> Rows:
     within = ", within documents" if config.data.document_mask else ""
     rows = [
         ("device", f"{device_name(ranks.device)}{f' x {ranks.size}' if ranks.size > 1 else ''}, {runs}"),
-        ("attention", how.attention + tier + asked + within),
-        ("layers", f"{how.block.value} blocks{_why(model)}, {how.loss.value} loss"),
+        ("attention", computation.attention + tier + asked + within),
+        ("layers", f"{computation.block.value} blocks{_why(model)}, {computation.loss.value} loss"),
         ("model", f"{count(plan.shape.num_parameters())} parameters: {_sizes(model)}"),
         (
             "data",
@@ -58,7 +59,7 @@ def banner(plan: Plan) -> Rows:
         rows += [("optimizer", _optimizer(config)), ("schedule", _schedule(config))]
         initial = "" if config.init_seed is None else f", of the initial weights {config.init_seed}"
         rows.append(("seed", f"{config.seed}{initial}"))
-    if said := _parallel(config.parallel, ranks.size, how.gather_keys, plan.blocks_at_once):
+    if said := _parallel(config.parallel, ranks.size, computation.gather_keys, plan.blocks_at_once):
         rows.append(("parallel", said))
     if config.trainer.eval_tokens:
         rows.append(

@@ -194,7 +194,7 @@ class Recorder:
         if is_main:
             write_json(run_dir / "summary.json", summary)
         if plan.layout.context_size > 1:
-            leave_ring(model, plan.how.attention_fn)
+            leave_ring(model, plan.computation.attention_fn)
         in_parts = plan.config.parallel.shard is not Shard.none  # each rank has one, so all of them sample
         text = self.sample(config.steps, model) if config.sample_tokens and (is_main or in_parts) else ""
         if not is_main:

@@ -47,7 +47,7 @@ class Saver:
                 self._updated.record()
 
     def keep_up(self) -> None:
-        """Wait until the device, beside others, has made the last update; to be called after a forward was queued.
+        """With other ranks, wait until the device has made the last update; to be called after a forward was queued.
 
         The driver takes some 1,024 launches ahead. Then the thread that launches waits in it, and may keep others
         out: if the device waits for a lost rank, `rescue` could not copy. A step of GPT-2 small queues about 800 from
@@ -105,7 +105,7 @@ class Saver:
         checkpoint.save(self._run_dir, done, weights, state, self._keep)
 
     def _state(self, seconds: float) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors."""
+        """What a checkpoint holds besides tensors."""
         return {
             "scaler": self._built.scaler.state_dict(),
             "seconds": seconds,

@@ -78,12 +78,12 @@ class Trainer:
         reset_peak_memory(ranks.device)
         self.plan, initial = resolve(config, run_dir, ranks)
         self.config, self.run_dir, self.world = self.plan.config, run_dir, ranks
-        config, corpus, how = self.plan.config, self.plan.corpus, self.plan.how
+        config, corpus, computation = self.plan.config, self.plan.corpus, self.plan.computation
         seq_len, data_seed = config.model.seq_len, stream_seed(config.seed, "data")
         sequences = config.trainer.batch_tokens // seq_len
         self.batches = Batches(corpus.train, seq_len, sequences, data_seed, config.data.block_len)
         sequences, tokenizer = (
-            how.micro_batch * self.plan.layout.data_size,
+            computation.micro_batch * self.plan.layout.data_size,
             corpus.tokenizer(config.data.tokenizer),
         )
         self.validation = EvaluationBatches(corpus.val, seq_len, sequences)
@@ -113,7 +113,7 @@ class Trainer:
         summary: dict[str, Any] = {}
         try:
             # Stamped while a CUDA graph is recorded, an event has no time of its own, and no replay stamps another.
-            attends = nullcontext if self.plan.how.graphs else self.throughput.attends
+            attends = nullcontext if self.plan.computation.graphs else self.throughput.attends
             with self.interrupt.listening(), self.watch.watching(), passes_within(attends):
                 self.recorder.begin()
                 steps = self.config.trainer.steps
@@ -213,10 +213,10 @@ class Trainer:
         return evaluation
 
     def _scores(self, done: int) -> dict[str, float]:
-        """What is evaluated beside the loss."""
+        """What is evaluated besides the loss."""
         if not self.questions:
             return {}
-        batches = hellaswag.batches(self.questions, self.plan.how.micro_batch, self.world)
+        batches = hellaswag.batches(self.questions, self.plan.computation.micro_batch, self.world)
         batches = self._until_stopped(batches, done)
         score = hellaswag.accuracy(self.model, batches, self.world, self.plan.autocast)
         self.throughput.resume()
@@ -238,33 +238,34 @@ class Trainer:
 
         Returns this rank's mean loss and the gradient norm of each parameter, both still on the device.
         """
-        how = self.plan.how
+        computation = self.plan.computation
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, step, self.config.trainer.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        micro_batches = zip(inputs.split(how.micro_batch), targets.split(how.micro_batch), strict=True)
+        size = computation.micro_batch
+        micro_batches = zip(inputs.split(size), targets.split(size), strict=True)
         total = torch.zeros((), device=self.world.device)
         for micro, (x, y) in enumerate(micro_batches):
-            if how.graphs:
+            if computation.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             self.watch.tick(f"in the forward of step {step + 1:,}")
-            model = self._micro_step(last=micro == how.accumulation - 1)
+            model = self._micro_step(last=micro == computation.accumulation - 1)
             with self.plan.autocast():
                 loss = model(x, y, dropout_seed=self._dropout_seed(step, micro))
             self.saver.keep_up()
             self.watch.tick(f"in the backward of step {step + 1:,}")
-            share = self.scaler.scale(loss / how.accumulation)
-            if how.graphs and model is self.local_model:
+            share = self.scaler.scale(loss / computation.accumulation)
+            if computation.graphs and model is self.local_model:
                 add_gradients(share, self.model)
             else:
                 share.backward()
-            total += loss.detach() / how.accumulation
+            total += loss.detach() / computation.accumulation
         self.throughput.begins("optimizer")
         limit = self.config.trainer.grad_clip or math.inf
         if self.sharded:
             return total, update_shards(self.model, self.optimizer, limit)
         with self.saver.update():
-            norms = update(self.model, self.optimizer, self.scaler, limit, keep_gradients=how.graphs)
+            norms = update(self.model, self.optimizer, self.scaler, limit, keep_gradients=computation.graphs)
         return total, norms
 
     def _micro_step(self, last: bool) -> Callable[..., torch.Tensor]:
@@ -327,10 +328,11 @@ class Trainer:
 
     def _give_up(self, why: str, done: int, broken: int) -> NoReturn:
         """End the run at step `done`. broken: the step whose weights failed."""
-        how, config = self.plan.how, self.config
-        curable = how.attention == "flash" and config.parallel.context == 1  # a ring has no precise_delta
-        rounded = curable and not how.precise_delta
-        raise ConfigError(diverged(why, done, broken, self.run_dir, how.dtype, rounded))
+        computation, config = self.plan.computation, self.config
+        # A ring has no precise_delta.
+        curable = computation.attention == "flash" and config.parallel.context == 1
+        rounded = curable and not computation.precise_delta
+        raise ConfigError(diverged(why, done, broken, self.run_dir, computation.dtype, rounded))
 
     def _speed(self, seconds: dict[str, float] | None) -> dict[str, float]:
         flops = self.model.flops_per_token(self.config.model.seq_len)

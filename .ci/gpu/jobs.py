@@ -64,7 +64,7 @@ JOBS |= {
     "repeats": Job("equal runs whose compilers share no file", script("repeats.sh"), limit=400),
     "contention": Job("14 processes repeat training steps bit for bit", script("contention.sh"), limit=400),
     "host": Job(
-        "what a call costs the host; few jobs beside it", measure("whole benchmarks host"), limit=240
+        "what a call costs the host; few jobs at the same time", measure("whole benchmarks host"), limit=240
     ),
     "ptxas": Job("the same kernels by several assemblers", script("ptxas.sh"), limit=400),
 }
@@ -76,9 +76,9 @@ for name, what in {
     "features 0": "padding, dropout and sinks on the Hopper kernels",
 }.items():
     JOBS[f"race_{name.replace(' ', '_')}"] = Job(what, script(f"race.sh {name}"))
-JOBS["race_beside_0"] = Job(
-    "precise_delta beside others, softcap, ALiBi, and 16 to 512 tiles on the Hopper kernels",
-    script("race.sh beside 0"),
+JOBS["race_combined_0"] = Job(
+    "precise_delta with others, softcap, ALiBi, and 16 to 512 tiles on the Hopper kernels",
+    script("race.sh combined 0"),
     limit=300,
 )
 
@@ -196,21 +196,21 @@ for number, (what, select) in enumerate(ATTENTION, 1):
 
 # A process takes a minute or more before its first time: FlashAttention-4 compiles.
 FEATURES = (
-    ("softcap beside other libraries", "features=softcap"),
-    ("ALiBi beside other libraries", "features=alibi_slopes"),
-    ("sinks beside other libraries", "features=sinks"),
-    ("dropout beside other libraries", "features=dropout_p"),
-    ("key padding beside other libraries", "features=kv_lengths"),
-    ("windows of unequal lengths beside other libraries", "features=window"),
-    ("head_dim 32, 80 and 96 beside other libraries", "features=head_dim other_head_dims=32,80,96"),
-    ("head_dim 160 and 192 beside other libraries", "features=head_dim other_head_dims=160,192"),
+    ("softcap against other libraries", "features=softcap"),
+    ("ALiBi against other libraries", "features=alibi_slopes"),
+    ("sinks against other libraries", "features=sinks"),
+    ("dropout against other libraries", "features=dropout_p"),
+    ("key padding against other libraries", "features=kv_lengths"),
+    ("windows of unequal lengths against other libraries", "features=window"),
+    ("head_dim 32, 80 and 96 against other libraries", "features=head_dim other_head_dims=32,80,96"),
+    ("head_dim 160 and 192 against other libraries", "features=head_dim other_head_dims=160,192"),
     ("what precise_delta costs", "features=precise_delta"),
 )
 for number, (what, select) in enumerate(FEATURES, 1):
     JOBS[f"features_{number}"] = Job(what, measure(f"slice benchmarks features --select {select}"), limit=600)
 
 TRAINING = (
-    ("README: compiled, beside nanoGPT", "parts=compiled"),
+    ("README: compiled, against nanoGPT", "parts=compiled"),
     ("README: the whole step in one forward, GPT-2 small", "parts=whole --only model=gpt2_small"),
     ("C11, C13: compiled, at 1024", "parts=context --only mode=compiled context=1024"),
     ("C13: compiled, at 2048 and 4096", "parts=context --only mode=compiled context=2048,4096"),
@@ -272,7 +272,7 @@ for seed in range(5):
     )
 JOBS["neighbour"] = Job("a busy neighbour", measure("whole benchmarks neighbour"), gpus=2, limit=340)
 JOBS["preparation"] = Job(
-    "preparing text beside nanoGPT, on 16 cores", script("preparation.sh"), gpus=0, needs="text"
+    "preparing text against nanoGPT, on 16 cores", script("preparation.sh"), gpus=0, needs="text"
 )
 
 

@@ -1,7 +1,7 @@
-"""What a race means for `auto`: python .ci/gpu/rows.py BESIDE.json ..., of files/race.py's part `beside`.
+"""What a race means for `auto`: python .ci/gpu/rows.py COMBINED.json ..., of files/race.py's part `combined`.
 
 Prints rows of kernels/flash/dispatch.py's FASTER as these samples alone ask for them, with the times over the
-portable kernels' for a comment; then, of features beside each other and of lengths apart, what they took; and all
+portable kernels' for a comment; then, of features with each other and of lengths apart, what they took; and all
 points at which today's `auto` takes the slower kernels. Edit the table and run it again.
 """
 
@@ -71,9 +71,9 @@ def main(*paths: str) -> None:
     for each in sorted(cells, key=lambda each: (each.which == "backward", each.names, each.head_dim)):
         kinds.setdefault((each.which, "unequal lengths" if each.apart else "", *each.names), []).append(each)
     for (which, unequal, *names), of_kind in kinds.items():
-        beside = unequal or len(names) > 1
+        combined = unequal or len(names) > 1
         named = " ".join([*names, unequal]).strip()
-        print(f"{which}, {named}:" if beside else f'("{which}", "{named}"):')
+        print(f"{which}, {named}:" if combined else f'("{which}", "{named}"):')
         for head_dim, group in itertools.groupby(of_kind, key=lambda each: each.head_dim):
             at, of_dim = row(group := list(group)), f"{head_dim}, {head_dim}"
             asked = f"Faster({of_dim}, {', '.join(map(str, at))})," if at else "no row"

@@ -27,9 +27,9 @@ TIERS = ("auto", "triton", "hopper")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
-# The Hopper kernels combine none of SCORE_MODS with a feature of NOT_BESIDE; see hopper/score_mods.py.
+# The Hopper kernels combine none of SCORE_MODS with one of NOT_COMBINED_WITH; see hopper/score_mods.py.
 SCORE_MODS = ("alibi_slopes", "softcap")
-NOT_BESIDE = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
+NOT_COMBINED_WITH = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
 SOFTCAP_MAX = 64.0
 # Features that the Hopper kernels have by the table in kernels/features.py, but not above head_dim 128.
 WIDE_LACKS = {
@@ -42,7 +42,7 @@ NO_FORM = {
     "backward": frozenset({"precise_delta", "return_lse", "sinks"}),
 }
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
-ALIBI_RAGGED = "does not support alibi_slopes beside cu_seqlens_k"
+ALIBI_RAGGED = "does not support alibi_slopes with cu_seqlens_k"
 TILE = 128  # queries; with fewer, a Hopper tile would be mostly empty
 
 
@@ -97,7 +97,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ),
 }
 # All features together with which each of these was timed; one that is not here was timed with every other.
-TIMED_BESIDE = {
+TIMED_WITH = {
     "alibi_slopes": frozenset({"window"}),
     "block_mask": frozenset(),
     "softcap": frozenset({"window"}),
@@ -137,23 +137,23 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     if request.head_dim > 128 and (lacking := sorted(WIDE_LACKS[which] & features)):
         return f"head_dim 128 or less with {lacking[0]}, not {request.head_dim}"
     if "block_mask" in features and bounds:
-        return f"attention without {bounds[0]} beside block_mask"
+        return f"attention without {bounds[0]} combined with block_mask"
     for name in ("kv_lengths", "dropout_p"):
         if name in features and (bounds or "block_mask" in features):
-            return f"attention without {name} beside {[*bounds, 'block_mask'][0]}"
+            return f"attention without {name} combined with {[*bounds, 'block_mask'][0]}"
     for name in SCORE_MODS:
-        if name in features and (others := sorted(NOT_BESIDE & features - {name})):
-            return f"attention without {others[0]} beside {name}"
+        if name in features and (others := sorted(NOT_COMBINED_WITH & features - {name})):
+            return f"attention without {others[0]} combined with {name}"
     if (softcap := dict(request.numbers).get("softcap", 0.0)) > SOFTCAP_MAX:
         return f"a softcap up to {SOFTCAP_MAX:g}, not {softcap:g}"
     if request.head_dim > 128 and {"alibi_slopes", "precise_delta"} <= features:  # spills 48 to 68 B
-        return f"head_dim 128 or less with alibi_slopes beside precise_delta, not {request.head_dim}"
+        return f"head_dim 128 or less with alibi_slopes and precise_delta, not {request.head_dim}"
     apart = 0 if length is None or kv_len is None else kv_len - length
     if which == "forward" and "kv_lengths" in features and request.causal and apart % 64:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"
-    # Beside these, d128 with dropout spills 4 to 44 B.
-    beside = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
-    if which == "forward" and "dropout_p" in features and request.head_dim > 64 and beside:
+    # With these, d128 with dropout spills 4 to 44 B.
+    spills = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
+    if which == "forward" and "dropout_p" in features and request.head_dim > 64 and spills:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
     if bounds and request.causal is False:
         return f"causal=True with {bounds[0]}"
@@ -163,11 +163,11 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
 
 
 def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
-    """What `FASTER` and `TIMED_BESIDE` ask for besides, or None."""
+    """What `FASTER` and `TIMED_WITH` ask for besides, or None."""
     head_dim, length, heads = request.head_dim, request.length, request.heads
     features = request.features - NO_FORM[which]
     for name in ("", *sorted(features)):
-        rows, beside = FASTER.get((which, name), AS_WITHOUT), f" with {name}" if name else ""
+        rows, with_name = FASTER.get((which, name), AS_WITHOUT), f" with {name}" if name else ""
         its = [row for row in rows if row.smallest <= head_dim <= row.largest]
         its = [row for row in its if not any(each.takes_more_than(row) for each in its)]
         if not its:
@@ -176,20 +176,20 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
                 (a, b) for a, b in spans if not any(c <= a <= b <= d for c, d in spans if (c, d) != (a, b))
             ]
             dims = (str(a) if a == b else f"{a} to {b}" for a, b in outer)
-            return f"head_dim {' or '.join(dims)}{beside}, not {head_dim}"
-        if others := sorted(features - {name} - TIMED_BESIDE.get(name, features)):
-            return f"attention without {others[0]} beside {name}"
-        lacking = [needed for row in its if (needed := _row_needs(row, length, heads, beside))]
+            return f"head_dim {' or '.join(dims)}{with_name}, not {head_dim}"
+        if others := sorted(features - {name} - TIMED_WITH.get(name, features)):
+            return f"attention without {others[0]} combined with {name}"
+        lacking = [needed for row in its if (needed := _row_needs(row, length, heads, with_name))]
         if len(lacking) == len(its):
             return ", or ".join(dict.fromkeys(lacking))
     return None
 
 
-def _row_needs(row: Faster, length: int | None, heads: int | None, beside: str) -> str | None:
+def _row_needs(row: Faster, length: int | None, heads: int | None, with_name: str) -> str | None:
     if length is not None and length < row.queries:
-        return f"{row.queries} queries or more{beside}, not {length}"
+        return f"{row.queries} queries or more{with_name}, not {length}"
     if length is not None and heads is not None and heads * -(-length // TILE) < row.tiles:
-        return f"{row.tiles} tiles of {TILE} queries or more{beside}"
+        return f"{row.tiles} tiles of {TILE} queries or more{with_name}"
     return None
 
 

@@ -57,7 +57,7 @@ def _as_row(x: Tensor) -> Tensor:
 def _bounds(
     queries: int, keys: int, offsets: Offsets, options: Options
 ) -> tuple[tuple[Tensor, Tensor], Options]:
-    """The bounds of documents that the kernels get, and the options beside them."""
+    """The bounds of documents that the kernels get, and the options with them."""
     of_queries, of_keys, used = offsets
     if _are_documents(offsets):
         return document_bounds(of_queries.int(), 1, queries), options

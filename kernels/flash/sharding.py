@@ -4,8 +4,8 @@
     out = flash_attention(q, k, v)          # DTensors, with Shard(0) or Shard(1) on a dimension of the mesh
 
 As for SDPA, no rank needs another's keys, so sharded inputs are computed where they are. What is per head (sinks,
-ALiBi's slopes) is sharded with the heads, what is per row (kv_lengths, document bounds) with the batch. Beside
-DTensors all tensors must be DTensors. Grouped key heads are split only if every rank gets whole groups. Dropout's
+ALiBi's slopes) is sharded with the heads, what is per row (kv_lengths, document bounds) with the batch. Where
+one is a DTensor, all tensors must be. Grouped key heads are split only if every rank gets whole groups. Dropout's
 mask is drawn by row and head of the whole, so with dropout every rank gathers q, k and v and computes all of it.
 """
 

@@ -1,4 +1,4 @@
-"""The algorithms that led to `kernels.flash`, as the papers state them: to be measured beside it, not to be used.
+"""The algorithms that led to `kernels.flash`, as the papers state them: to be compared with it, not to be used.
 
     softmax.py   softmax of a row in three passes (safe), and in two (online)
     two_pass.py  attention in two passes over the keys: online softmax statistics, then the output

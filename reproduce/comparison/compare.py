@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m reproduce compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run, a sweep, a wandb folder, or a glob")
     parser.add_argument(
-        "--html", type=Path, help="where to write the page; default: compare.html beside the runs"
+        "--html", type=Path, help="where to write the page; default: compare.html next to the runs"
     )
     parser.add_argument(
         "--loss", type=float, help="tell the tokens and the time that each took to this validation loss"

@@ -144,7 +144,7 @@ def half_width(differences: list[float]) -> float:
 def faster(group: Group) -> str:
     """The ratio of tokens/s to the baseline's over the pairs, called faster only where the ranges do not overlap.
 
-    One pair says nothing of that: what slows a run beside it may last as long as the run.
+    One pair says nothing of that: what slows a run at the same time may last as long as the run.
     """
     timed = [pair for pair in group.pairs if all(run.speed(_SPEED) for run in pair)]
     if not timed:

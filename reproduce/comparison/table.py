@@ -205,7 +205,7 @@ def notes(runs: list[Run]) -> list[str]:
         )
     if any("exchange" in split for split in splits):
         said.append(
-            "exchange is ms per step beside these three: that of gradients between ranks, and of parts of a sharded "
+            "exchange is ms per step besides these three: that of gradients between ranks, and of parts of a sharded "
             "model, as far as no computation hid it."
         )
     if any(run.config.get("trainer.eval_tokens") for run in runs):

@@ -1,4 +1,4 @@
-"""The page of aims: attention held beside every library, pass by pass, and how its rows are shown. 1 s."""
+"""The page of aims: attention held against every library, pass by pass, and how its rows are shown. 1 s."""
 
 import json
 

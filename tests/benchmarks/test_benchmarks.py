@@ -50,7 +50,7 @@ class GPT(torch.nn.Module):
 """
 
 
-def test_a_cpu_step_is_timed_beside_nanogpts_and_every_sample_is_written(tmp_path, capsys):
+def test_a_cpu_step_is_timed_against_nanogpts_and_every_sample_is_written(tmp_path, capsys):
     (tmp_path / "model.py").write_text(NANOGPT_LIKE)
     out = tmp_path / "step.json"
     command = ["step", "--nanogpt", str(tmp_path / "model.py"), "--shapes", "nano", "--seconds", "0"]

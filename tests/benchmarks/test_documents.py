@@ -173,5 +173,5 @@ def test_contenders_that_waited_for_the_host_are_not_compared(tmp_path):
     assert f"not shown where it waited for the host: {FLEX}<" in (tmp_path / "documents.svg").read_text()
     assert len(documents.aims(results_of(ours=3.0, share=0.12, late={}))) == 2
     assert documents.aims(results_of(ours=3.0, share=0.12, late={OURS: 1})) == []
-    (beside_peers,) = documents.aims(results_of(ours=3.0, share=0.12, late={WHOLE: 1}))
-    assert "fastest other" in beside_peers.what
+    (against_peers,) = documents.aims(results_of(ours=3.0, share=0.12, late={WHOLE: 1}))
+    assert "fastest other" in against_peers.what

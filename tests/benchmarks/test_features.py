@@ -221,7 +221,7 @@ def results_of(feature: str = "softcap", causal: bool = True, **ms: float) -> di
     return {"device": "NVIDIA H200", "samples": in_three(sample)}
 
 
-def test_aims_are_held_beside_the_fastest_and_the_fastest_that_is_repeatable(tmp_path):
+def test_aims_are_held_against_the_fastest_and_the_fastest_that_is_repeatable(tmp_path):
     results = results_of(flash=3.0, fa4=2.5, fa4_deterministic=3.2, flex=4.0)
     fastest, repeatable = features.aims(results)
     assert fastest.what == "4 x 16 x 4096 x 128, softcap (causal): time over the fastest other's"
@@ -242,7 +242,7 @@ def test_aims_are_held_beside_the_fastest_and_the_fastest_that_is_repeatable(tmp
     assert f">{FA4}<" not in (tmp_path / "features.svg").read_text()
 
 
-def test_what_no_library_has_is_shown_beside_ours_without_it():
+def test_what_no_library_has_is_shown_against_ours_without_it():
     (cost,) = features.aims(results_of(PRECISE, flash=3.0, **{WITHOUT: 2.9}))
     assert cost.what == "4 x 16 x 4096 x 128, precise_delta (causal): time over ours without it"
     assert (cost.ours, cost.status, cost.why) == ("1.03x", NO_AIM, "no library has it")

@@ -36,7 +36,7 @@ def test_without_a_gpu_nothing_large_is_measured(capsys):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_measured_beside_one_and_a_layout_that_fails_is_named(text_file, tmp_path, capsys):
+def test_two_ranks_are_measured_against_one_and_a_layout_that_fails_is_named(text_file, tmp_path, capsys):
     out = tmp_path / "scaling.json"
     small = [
         *("trainer.device=cpu", "attention=naive", "model.seq_len=16", "model.n_head=2", "model.n_embd=32"),
@@ -155,7 +155,7 @@ def test_predictions_are_held_against_what_was_measured_step_by_step_as_it_was(t
     assert [*errors(found)][1] == ["FSDP", "8", "3", "-100.0%", "+100.0%"]
 
 
-def test_every_measured_step_of_a_layout_that_is_predicted_stands_beside_its_prediction():
+def test_every_measured_step_of_a_layout_that_is_predicted_stands_against_its_prediction():
     left_out = ("optimizer", "bf16 gradients")
     steps = {
         (each["model"], str(each["ranks"]), each["perf/step_ms"])

@@ -171,14 +171,14 @@ def test_fa4_gets_documents_without_empty_ones_and_cut_at_rows(length: int, batc
     )
 
 
-def test_other_features_beside_documents_are_refused() -> None:
+def test_other_features_with_documents_are_refused() -> None:
     cpu = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64}
     with pytest.raises(
-        AttentionError, match=r"does not support dropout_p beside cu_seqlens \(packed documents\)"
+        AttentionError, match=r"does not support dropout_p with cu_seqlens \(packed documents\)"
     ):
         resolve_attention("sdpa", **cpu, cu_seqlens=True, dropout_p=0.1)
     q, cu_seqlens = torch.randn(1, 2, 8, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(AttentionError, match="attention=sdpa does not support dropout_p beside cu_seqlens;"):
+    with pytest.raises(AttentionError, match="attention=sdpa does not support dropout_p with cu_seqlens;"):
         get_attention("sdpa")(q, q, q, cu_seqlens=cu_seqlens, dropout_p=0.1, dropout_seed=1)
     with pytest.raises(AttentionError, match=r"cu_seqlens must be torch\.int32"):
         get_attention("flex")(q, q, q, cu_seqlens=cu_seqlens.long())
@@ -186,10 +186,10 @@ def test_other_features_beside_documents_are_refused() -> None:
         get_attention("naive")(q, q, q, cu_seqlens_k=cu_seqlens)
     asked = {"device": torch.device("cuda"), "dtype": torch.float16, "head_dim": 64, "cu_seqlens": True}
     with pytest.raises(
-        AttentionError, match=r"does not support cu_seqlens_k \(.*beside cu_seqlens .*; use att"
+        AttentionError, match=r"does not support cu_seqlens_k \(.*with cu_seqlens .*; use att"
     ):
         resolve_attention("sdpa_flash", **asked, cu_seqlens_k=True)
-    with pytest.raises(AttentionError, match="attention=sdpa does not support kv_lengths beside cu_seqlens;"):
+    with pytest.raises(AttentionError, match="attention=sdpa does not support kv_lengths with cu_seqlens;"):
         get_attention("sdpa")(q, q, q, cu_seqlens=cu_seqlens, kv_lengths=torch.tensor([5]).int())
 
 

@@ -292,7 +292,7 @@ def test_equal_offsets_for_queries_and_keys_are_those_of_documents() -> None:
     "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
 )
 @pytest.mark.parametrize("lengths", [(150, 200), (200, 130)], ids=str)
-def test_keys_with_offsets_of_their_own_beside_other_features(lengths: tuple[int, int]) -> None:
+def test_keys_with_offsets_of_their_own_with_other_features(lengths: tuple[int, int]) -> None:
     of_queries, of_keys = RAGGED[lengths]
     documents, sinks = {"cu_seqlens": of_queries, "cu_seqlens_k": of_keys}, torch.tensor([0.0, 1.0])
     shape = {"batch": 2, "heads": 2, "kv_heads": 1}
@@ -318,14 +318,14 @@ def test_one_graph_has_keys_with_offsets_of_their_own() -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_alibi_beside_keys_with_offsets_of_their_own_is_refused_as_is_tier_hopper() -> None:
+def test_alibi_with_keys_with_offsets_of_their_own_is_refused_as_is_tier_hopper() -> None:
     q, k, v, _ = inputs(8, 12, 16, torch.float32)
     options = {"cu_seqlens": ints(0, 3, 8), "cu_seqlens_k": ints(0, 10, 12)}
-    refused = r"flash does not support alibi_slopes beside cu_seqlens_k; attention=naive does$"
+    refused = r"flash does not support alibi_slopes with cu_seqlens_k; attention=naive does$"
     with pytest.raises(kernels.AttentionError, match=refused):
         flash(q, k, v, **options, alibi_slopes=torch.ones(1))
     asked = {"device": q.device, "dtype": q.dtype, "head_dim": 16, "alibi_slopes": True, "cu_seqlens_k": True}
-    refused = "it does not support alibi_slopes beside cu_seqlens_k; use attention=naive"
+    refused = "it does not support alibi_slopes with cu_seqlens_k; use attention=naive"
     with pytest.raises(kernels.AttentionError, match=refused):
         kernels.resolve_attention("flash", **asked, cu_seqlens=True)
     with pytest.raises(kernels.AttentionError, match=r"tier=hopper cannot run this call: .*tier=auto$"):

@@ -115,7 +115,7 @@ def features() -> dict[str, dict[str, object]]:
             "cu_seqlens_k": ints(0, 100, 120, 300, 1600, 1610, 2000),
             "window": (200, 0),
         },
-        "documents beside padding": {
+        "documents with padding": {
             "cu_seqlens": ints(0, 3, 3, 500, 1400, 1999, 2000),
             "kv_lengths": ints(700, 0),
         },
@@ -146,7 +146,7 @@ def features() -> dict[str, dict[str, object]]:
 def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
     flash, name: str, kv_heads: int, head_dim: int
 ) -> None:
-    portable = name in ("full window", "together", "keys of their own offsets", "documents beside padding")
+    portable = name in ("full window", "together", "keys of their own offsets", "documents with padding")
     portable = portable or (head_dim > 128 and name != "precise_delta")
     if flash.keywords["tier"] == "hopper" and portable:
         pytest.skip("there are no other kernels than the portable ones for it, in one pass at least")
@@ -238,7 +238,8 @@ def test_memory_beyond_inputs_and_outputs_stays_within_bounds(flash) -> None:
 def test_a_tier_that_cannot_serve_a_request_is_refused() -> None:
     request = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64}
     with pytest.raises(
-        kernels.AttentionError, match=r"attention.tier=hopper needs attention without sinks beside softcap"
+        kernels.AttentionError,
+        match=r"attention.tier=hopper needs attention without sinks combined with softcap",
     ):
         kernels.resolve_attention("flash", **request, tier="hopper", softcap=10.0, sinks=True)
     for features, tier in (

@@ -261,14 +261,14 @@ def test_score_modifiers(
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("given", SCORE_MODS, ids=lambda given: next(iter(given)))
-@pytest.mark.parametrize("beside", ["window", "documents", "padding"])
-def test_score_modifiers_beside_masks(machine, beside: str, given: dict[str, object], which: str) -> None:
+@pytest.mark.parametrize("mask", ["window", "documents", "padding"])
+def test_score_modifiers_with_masks(machine, mask: str, given: dict[str, object], which: str) -> None:
     masks = {
         "window": {"window": (100, 0)},
         "documents": {"cu_seqlens": documents(200, 2)},
         "padding": {"kv_lengths": torch.tensor([0, 130], dtype=torch.int32)},
     }
-    check(which, machine, 200, 200, 64, True, batch=2, **given, **masks[beside])
+    check(which, machine, 200, 200, 64, True, batch=2, **given, **masks[mask])
 
 
 @pytest.mark.one_in(9)

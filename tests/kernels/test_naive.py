@@ -71,7 +71,7 @@ FEATURES = {
         {"cu_seqlens": torch.tensor([0, 2, 2, 8, 9, 12], dtype=torch.int32)},
         {"sees": lambda b, h, i, j, distance: distance <= 0 and DOCUMENT[b * 6 + i] == DOCUMENT[b * 6 + j]},
     ),
-    "cu_seqlens beside kv_lengths": (
+    "cu_seqlens with kv_lengths": (
         {
             "cu_seqlens": torch.tensor([0, 2, 2, 8, 9, 12], dtype=torch.int32),
             "kv_lengths": torch.tensor([4, 2], dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""transformers' models on our kernels, beside its eager attention, in the interpreter. About 12 s."""
+"""transformers' models on our kernels, against its eager attention, in the interpreter. About 12 s."""
 
 import copy
 import os

@@ -58,11 +58,11 @@ def test_the_weekly_workflow_takes_every_pair_but_the_pinned_one() -> None:
         (
             "2.13.0+cu130",
             "3.6.0",
-            r"triton 3\.7\.1 or newer beside torch 2\.13\.0\+cu130, not 3\.6\.0 \(pip install",
+            r"triton 3\.7\.1 or newer with torch 2\.13\.0\+cu130, not 3\.6\.0 \(pip install",
         ),
-        ("2.12.0+cu130", "3.6.0", r"triton 3\.7\.0 or newer beside .* \(pip install triton==3\.7\.0\)"),
-        ("2.12.1", "3.6.0", r"triton 3\.7\.1 or newer beside .* \(pip install triton==3\.7\.1\)"),
-        ("9.1.0", "3.8.0", r"triton 3\.9\.0 or newer beside torch 9\.1\.0, not 3\.8\.0"),
+        ("2.12.0+cu130", "3.6.0", r"triton 3\.7\.0 or newer with .* \(pip install triton==3\.7\.0\)"),
+        ("2.12.1", "3.6.0", r"triton 3\.7\.1 or newer with .* \(pip install triton==3\.7\.1\)"),
+        ("9.1.0", "3.8.0", r"triton 3\.9\.0 or newer with torch 9\.1\.0, not 3\.8\.0"),
     ],
 )
 def test_a_pair_that_is_too_old_is_refused(monkeypatch, torch_version, triton_version, reason) -> None:
@@ -75,7 +75,7 @@ def test_a_pair_that_is_too_old_is_refused(monkeypatch, torch_version, triton_ve
         layers.check_fused(torch.device("cuda"), "model.loss")
 
 
-def test_the_interpreter_beside_a_numpy_that_is_too_new_is_refused(monkeypatch) -> None:
+def test_the_interpreter_with_a_numpy_that_is_too_new_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     monkeypatch.setattr(triton, "__version__", "3.6.0")
@@ -230,7 +230,7 @@ def test_auto_says_once_why_it_passes_our_kernels_over(hopper, monkeypatch, caps
     assert [kernels.resolve_attention("auto", **ON_HOPPER)[0] for _ in range(2)] == ["sdpa", "sdpa"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "tilegpt: our kernels need triton 3.7.1 or newer beside torch 2.13.0, not 3.6.0 (pip "
+        "tilegpt: our kernels need triton 3.7.1 or newer with torch 2.13.0, not 3.6.0 (pip "
     )
     assert line.endswith("; attention=auto takes sdpa")
 

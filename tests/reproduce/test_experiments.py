@@ -488,7 +488,7 @@ def test_what_is_stated_is_the_median_of_the_processes_with_their_range():
     [((1.25, 1.3, 1.4), "faster"), ((1.15, 1.3, 1.4), "level"), ((0.8, 0.9, 0.95), "slower")],
 )
 def test_faster_is_said_only_where_the_ranges_do_not_overlap(theirs, word):
-    assert timing.beside(timing.Times((1.0, 1.2, 1.1)), timing.Times(theirs)) == word
+    assert timing.versus(timing.Times((1.0, 1.2, 1.1)), timing.Times(theirs)) == word
 
 
 @pytest.mark.parametrize(
@@ -824,10 +824,10 @@ def test_block_sparse_attention_is_the_fastest_only_where_no_approximation_is_fa
         ]  # fmt: skip
         settings = {**shape, "length": 4096, "dtype": "bfloat16"}
         documents.append({"experiment": name, "device": "GPU", "settings": settings, "samples": samples})
-    (verdict,) = sparse.judge_beside_others(documents)
+    (verdict,) = sparse.judge_against_others(documents)
     assert (verdict.claim, verdict.status, verdict.basis) == ("C10", status, "GPU, two runs")
     assert "linformer" in verdict.ours
-    assert sparse.judge_beside_others([documents[0], documents[1] | {"device": "another"}]) == []
+    assert sparse.judge_against_others([documents[0], documents[1] | {"device": "another"}]) == []
 
 
 def test_every_claims_figure_is_found_by_its_number_in_the_readme():

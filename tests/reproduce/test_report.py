@@ -535,7 +535,7 @@ def test_a_slowdown_outside_the_papers_range_is_not_reproduced():
 
 
 @pytest.mark.parametrize(("chunked", "status"), [(5.0, "reproduced"), (3.95, "not reproduced")])
-def test_chunks_must_cost_time_beside_the_fastest_standard_attention(chunked, status):
+def test_chunks_must_cost_time_against_the_fastest_standard_attention(chunked, status):
     """In three processes, of which the last is a tenth slower; naive is slower than standard's 4 ms."""
     ms = {"naive": 9.0, "standard": 4.0, "chunked": chunked}
     samples = [

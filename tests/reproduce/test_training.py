@@ -350,7 +350,7 @@ def test_memory_is_measured_alone_where_it_does_not_fit_beside_the_others(monkey
     monkeypatch.setattr(training, "_memory", memory)
     options = training.Options(torch.device("cpu"), True, training.TINY, sample=None)
     built = {"naive": "large"}
-    assert training._memory_beside(options, None, "flash", built) == {"peak_bytes": 1}
+    assert training._memory_with_others(options, None, "flash", built) == {"peak_bytes": 1}
     assert built == {"flash": "contender"}
 
 

@@ -63,7 +63,7 @@ def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> int
             if mode == "poisoned" and next(count) % 20 == 0:  # each takes 100 MiB more
                 poison_free_memory()
             torch._foreach_zero_([parameter.grad for parameter in parameters.values()])
-            if run.plan.how.graphs:
+            if run.plan.computation.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with run.plan.autocast():
                 loss = run.train_model(inputs, targets, dropout_seed=None)

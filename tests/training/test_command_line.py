@@ -41,6 +41,7 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("trainer.lrr=1", "did you mean optimizer.lr?"),
         ("+trainer.lrr=1", "trainer.lrr is not a setting"),
         ("trainer.precision=fp8", "expected one of [auto, fp32, bf16, fp16]"),
+        ("logger.mode=disabled", "expected one of [auto, online, offline]; logger=none turns wandb off"),
         ("trainer.batch_tokens=4000", "3968 or 4032"),
         ("trainer.seed=3", "did you mean seed?"),
         ("trainr.step=3", "did you mean trainer.steps?"),

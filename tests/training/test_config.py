@@ -1,4 +1,4 @@
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
@@ -6,6 +6,7 @@ import kernels
 from training import reference
 from training.command_line import CONFIGS, composed, options_of
 from training.config import Config, ConfigError, ModelConfig, TrainerConfig, cannot_load, load_config, to_yaml
+from training.parallel.config import ParallelConfig
 
 GROUPS = [
     f"{path.name}={option}"
@@ -74,6 +75,25 @@ def test_the_error_for_an_indivisible_batch_names_the_nearest_valid_sizes():
         with_batch(batch_tokens=256 * 16, micro_batch=5).accumulation_steps(1)
     with pytest.raises(ConfigError, match="is 1 sequence, which 2 ranks cannot share equally; nearest: 512"):
         with_batch(batch_tokens=256).accumulation_steps(2)
+
+
+def test_the_error_for_an_indivisible_batch_names_the_numbers_of_ranks_that_a_resumed_run_goes_on_with():
+    """Its batch belongs to what it is: another number of tokens would be refused next."""
+    goes_on = "; a resumed run keeps its batch, and goes on with "
+    cases = [
+        ({"batch_tokens": 256 * 16}, 1, 6, [4, 8], "4 or 8 ranks"),
+        ({"batch_tokens": 256 * 16, "micro_batch": 4}, 1, 6, [4], "4 ranks"),  # 8 would leave a rank too few
+        ({"batch_tokens": 256 * 16, "micro_batch": 5}, 1, 6, [], "4 or 8 ranks"),  # of which none gets fives
+        ({"batch_tokens": 256 * 15}, 2, 4, [3, 5], "6 or 10 ranks"),
+        ({"batch_tokens": 256}, 1, 2, [1], "1 rank"),
+    ]
+    for batch, context, parts, able, named in cases:
+        config = replace(with_batch(**batch), parallel=ParallelConfig(context=context))
+        with pytest.raises(ConfigError) as refused:
+            config.accumulation_steps(parts)
+        assert str(refused.value).endswith(f"{goes_on}{named}.")
+        for each in able:
+            assert config.accumulation_steps(each)
 
 
 def test_the_reference_has_every_setting_its_default_and_meaning_and_is_up_to_date():

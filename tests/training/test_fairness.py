@@ -173,7 +173,7 @@ def test_flash_keeps_what_rounding_takes_where_runs_diverge_without(
     model = replace(plain.model, seq_len=seq_len)
     wanted = replace(plain, attention=attention, model=model, trainer=trainer)
     run = Trainer(wanted, tmp_path / "run", World(torch.device(device)))
-    assert run.plan.how.precise_delta is kept
+    assert run.plan.computation.precise_delta is kept
     assert (getattr(run.model.h[0].attn.attention, "keywords", {}) == {"precise_delta": True}) is kept
 
 

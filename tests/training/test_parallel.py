@@ -83,7 +83,10 @@ def assert_trains_as_one(started, user_environment, tiny, tmp_path):
 def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(assert_trains_as_one, tiny):
     """Train, evaluate and sample; what ranks cannot do is refused with what works. In one launch."""
     refused = {
-        "uneven": (["trainer.batch_tokens=96"], "nearest: 64 or 128."),
+        "uneven": (
+            ["trainer.batch_tokens=96"],
+            "nearest: 64 or 128; a resumed run keeps its batch, and goes on with 1 or 3 ranks.",
+        ),
         "half": (["parallel.shard=full", "trainer.precision=fp16"], "use trainer.precision=bf16."),
         "muon": (
             ["parallel.shard=full", "optimizer.name=muon"],

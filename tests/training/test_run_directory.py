@@ -15,7 +15,7 @@ def test_a_second_run_in_a_directory_that_is_in_use_is_refused(config, tmp_path,
     """Whether it starts there at the same time or resumes: the first run goes on as if nothing had been."""
     train_step, refused = Trainer.train_step, []
 
-    def step_beside_another(run, step, *batch):
+    def step_while_another_starts(run, step, *batch):
         if step == 4:
             again = having(config, resume=str(tmp_path)) if resume else config
             with pytest.raises(ConfigError, match="is in use: another process trains there") as refusal:
@@ -23,7 +23,7 @@ def test_a_second_run_in_a_directory_that_is_in_use_is_refused(config, tmp_path,
             refused.append(refusal)
         return train_step(run, step, *batch)
 
-    monkeypatch.setattr(Trainer, "train_step", step_beside_another)
+    monkeypatch.setattr(Trainer, "train_step", step_while_another_starts)
     assert train(having(config, save_every=2), tmp_path)["steps"] == 8
     assert len(refused) == 1
     monkeypatch.undo()

@@ -1,7 +1,7 @@
-"""Flash's Hopper kernels beside the portable ones and PyTorch's: python race.py PART SEED END
+"""Flash's Hopper kernels against the portable ones and PyTorch's: python race.py PART SEED END
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
-features, beside (features beside each other and of other sizes; ../rows.py reads it).
+features, combined (features with each other and of other sizes; ../rows.py reads it).
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
@@ -84,8 +84,8 @@ def points() -> list[Point]:
 
     both, causal = (True, False), (True,)
     if TRY:
-        tried = {"features": ("padding", "dropout"), "beside": ("precise+documents", "window+longer")}
-        return every("tokens", (64,), (32,), causal if PART == "beside" else both, tried.get(PART, ("",)))
+        tried = {"features": ("padding", "dropout"), "combined": ("precise+documents", "window+longer")}
+        return every("tokens", (64,), (32,), causal if PART == "combined" else both, tried.get(PART, ("",)))
     if PART == "plain":
         tokens = every("tokens", (1024, 4096, 16384), (64, 128), both)
         return tokens + every("small", (128, 256, 512, 1024), (64, 128), both)
@@ -104,7 +104,7 @@ def points() -> list[Point]:
             *every("small", (128, 256, 512), (80, 96, 32), both),
             *every("grouped", (2048,), (80, 96), both),
         ]
-    if PART == "beside":  # what is wanted most first: it may be cut
+    if PART == "combined":  # what is wanted most first: it may be cut
         bounds, dims = ("window", "documents"), (64, 128)
         precise, sinks = (tuple(f"{each}+{name}" for name in bounds) for each in ("precise", "sinks"))
         late = ("precise+sinks", "precise+padding", "precise+dropout")
@@ -193,7 +193,7 @@ def library(name: str, inputs: Inputs, p: Point) -> torch.Tensor:
 def contenders(p: Point) -> dict[str, Attend]:
     found: dict[str, Attend] = {"hopper": functools.partial(flash, HOPPER)}
     found["portable"] = functools.partial(flash, "triton")
-    if PART == "beside":
+    if PART == "combined":
         return found
     if p.feature:  # what the feature costs
         found["plain"] = functools.partial(flash, HOPPER, plain=True)

@@ -21,7 +21,7 @@ if not os.environ.get("CUDA_VISIBLE_DEVICES"):
 import torch
 
 from benchmarks.__main__ import BENCHMARKS
-from reproduce import fleet, side_by_side
+from reproduce import fleet, parallel_runs
 from reproduce.experiment import EXPERIMENTS, parse_settings
 from reproduce.plan import Step
 
@@ -33,7 +33,7 @@ def listed(words: list[str]) -> Only:
 
 
 @dataclass(frozen=True)
-class Slice(side_by_side.Call):
+class Slice(parallel_runs.Call):
     """A call to which what another part has is as if it had been refused."""
 
     only: Only = field(default_factory=dict)
@@ -90,7 +90,7 @@ def main() -> int:
             jobs = [
                 fleet.Job(
                     f"compiling {n}",
-                    side_by_side._compile,
+                    parallel_runs._compile,
                     (plan[:1], call, n, given.compilers),
                     Path(folder, f"c{n}"),
                 )
@@ -102,7 +102,7 @@ def main() -> int:
         for step in plan:  # one after the other, each in a process of its own
             log = Path(folder, str(step.process))
             follow = fleet.Follow(given.name, log)
-            job = fleet.Job(step.name, side_by_side._measure, (step, call), log, None, follow)
+            job = fleet.Job(step.name, parallel_runs._measure, (step, call), log, None, follow)
             lost += [each.name for each, state in fleet.run([job], [device], end + 10) if state != fleet.DONE]
     print("not whole:", *lost or ["nothing"], flush=True)
     return len(lost)

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from benchmarks.__main__ import BENCHMARKS
-from reproduce import attention, command_line, fleet, history, side_by_side, timing
+from reproduce import attention, command_line, fleet, history, parallel_runs, timing
 from reproduce.__main__ import PROGRAM, main
 from reproduce.attention import Workload
 from reproduce.experiment import EXPERIMENTS, parse_settings
+from reproduce.parallel_runs import Call, compile_share, measure, measure_all
 from reproduce.plan import Step, missing, steps
 from reproduce.results import Store
-from reproduce.side_by_side import Call, compile_share, measure, measure_all
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -222,7 +222,9 @@ def test_a_job_sees_its_gpu_or_all_of_them_where_it_takes_several(tmp_path, monk
     assert (tmp_path / "all").read_text() == "cuda 4,7\n"
     assert (tmp_path / "second").read_text() == "cuda 7\n"
     given = []
-    monkeypatch.setattr(side_by_side, "measure_all", lambda plan, devices, *_: given.append(devices) or set())
+    monkeypatch.setattr(
+        parallel_runs, "measure_all", lambda plan, devices, *_: given.append(devices) or set()
+    )
     gpus = [torch.device("cuda", n) for n in range(2)]
     for name in ("neighbour", "huggingface"):
         plan = [Step(BENCHMARKS[name], None, None, process, 3, None, 0.0) for process in range(3)]
