@@ -71,7 +71,7 @@ def faster_since(document: Results) -> list[str]:
 
 
 def timed_again(document: Results) -> str:
-    """Features or lengths of points newer than their document (.ci/gpu/merge.py --over): "sinks at 820bf2d"; or ""."""
+    """Features or lengths of points newer than their document (merge.py --over): "sinks at 820bf2d"; or ""."""
     newer: dict[str, set[str]] = defaultdict(set)
     lengths: dict[str, set[int]] = defaultdict(set)
     for sample in document["samples"]:
