@@ -83,7 +83,7 @@ JOBS["race_combined_0"] = Job(
 )
 
 JOBS |= {
-    "tests_two": Job("tests that need two GPUs, side by side", script("tests.sh two"), gpus=2, limit=420),
+    "tests_two": Job("tests that need two GPUs, side by side", script("tests.sh two"), gpus=2, limit=600),
     "scaling_1": Job("one GPU: what all others are compared with", script("scaling.sh 1"), limit=500),
     "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
     "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
