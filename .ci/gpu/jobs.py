@@ -43,7 +43,7 @@ for version in ("211", "213", "214", "215"):
         )
     for half in (1, 2):
         JOBS[f"flash_{version}_{half}"] = Job(
-            f"half of flash's GPU tests with {pair}", script(f"tests.sh flash {half}/2"), env=pair
+            f"half of flash's GPU tests with {pair}", script(f"tests.sh flash {half}/2"), limit=600, env=pair
         )
     JOBS[f"times_{version}"] = Job(
         f"attention and 30 training steps with {pair}", script("times.sh"), limit=300, env=pair
@@ -83,7 +83,7 @@ JOBS["race_combined_0"] = Job(
 )
 
 JOBS |= {
-    "tests_two": Job("tests that need two GPUs, side by side", script("tests.sh two"), gpus=2, limit=600),
+    "tests_two": Job("tests that need two GPUs, side by side", script("tests.sh two"), gpus=2, limit=420),
     "scaling_1": Job("one GPU: what all others are compared with", script("scaling.sh 1"), limit=500),
     "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
     "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
