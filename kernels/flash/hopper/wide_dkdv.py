@@ -204,7 +204,7 @@ def process_queries(
     stage = tile % STAGES
     phase = tile // STAGES & 1
     # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers. Otherwise they hoist the descriptors of
-    # the operands that stay, more than there are uniform registers, out of the loop, and spill 100 B.
+    # the loop-invariant operands out of the loop, which are more than there are uniform registers, and spill 100 B.
     opaque_zero = tile >> 30
     k = shared.k_tiles.index(opaque_zero).reshape([KEYS, WIDTH])
     v = shared.v_tiles.index(opaque_zero).reshape([KEYS, WIDTH])

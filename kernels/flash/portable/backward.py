@@ -164,7 +164,7 @@ def dkdv_kernel(
     DOut += batch_64 * stride_dob + head.to(tl.int64) * stride_doh
     statistics = (batch_64 * tl.num_programs(1) * SPEC.GROUP + head) * q_len
 
-    if SPEC.RAGGED:  # the bounds are of keys: in each row as many as there are keys, and not queries
+    if SPEC.RAGGED:  # the bounds are by key: in each row as many as there are keys, not queries
         DocumentStart += batch_64 * (kv_len - q_len)
         DocumentEnd += batch_64 * (kv_len - q_len)
     keys = kv_len if KvLengths is None else tl.minimum(tl.load(KvLengths + batch), kv_len)

@@ -54,7 +54,7 @@ def forward_kernel(
         # would stay live through the loops, and d128 on sm_90 spills up to 28 B with a feature.
         first_64, left = first_row.to(tl.int64), q_len - first_row
         q = load_rows(Q + first_64 * stride_qm, 0, left, stride_qm, SPEC, SPEC.BLOCK_M, True)
-    else:  # nothing spills, and two masks cost d64 with dropout 130 registers for 128: three CTAs, not four
+    else:  # nothing spills; two masks cost d64 with dropout 130 registers instead of 128: three CTAs, not four
         q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
     acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
     row_max = tl.full([SPEC.BLOCK_M], LOWEST, tl.float32)
