@@ -6,8 +6,8 @@ as many keys together as those of any other rank, and with every other rank's ke
     keys of a lower rank    all queries see the first chunk, none the second
     keys of a higher rank   the queries of the second chunk see both, those of the first none
 
-Packed documents leave of two chunks only the one document that reaches from one into the other: some last keys of the
-earlier chunk and some first queries of the later one, where every query sees every key.
+With packed documents two chunks share only the one document that reaches from one into the other: some last keys of
+the earlier chunk and some first queries of the later one, where every query sees every key.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ class Layout:
         self.spans: list[list[list[int]]] = [] if spans is None else spans.tolist()
 
     def own(self) -> tuple[list[Block], list[Block]]:
-        """This rank's queries with its own keys, in two parts: what computes while its keys leave, and while their
+        """This rank's queries with its own keys, in two parts: what to compute while its keys leave, and while their
         gradients come home. Under the causal mask the first is a quarter of the work."""
         if self.documents:
             return self.between(self.rank), [self.own_whole()]
