@@ -18,7 +18,7 @@ one token can reach the tokens that share its tile: earlier ones under a causal 
 These are isolated, in the forward and the backward:
 
     the rows of a batch and its heads (with grouped heads, the groups that share a key head) from one another
-    keys and values from `kv_lengths` on, whose gradients are 0, with packed documents too: so use it where padding
+    keys and values from `kv_lengths` on, whose gradients are 0, with packed documents too: so pass it where padding
     may hold anything.
     `naive` multiplies them by 0, so there they must be finite. A padded query is like any other: its q and the
     gradient of its output must be finite

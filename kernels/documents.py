@@ -67,7 +67,7 @@ def sdpa(
     mask, blind = visible(cu_seqlens, cu_seqlens_k, q.shape[0], q.shape[2], k.shape[2], causal), None
     if cu_seqlens_k is not None:
         blind = ~mask.any(-1, keepdim=True)
-        mask = mask | blind  # cuDNN 9 computes rows that see nothing wrongly: see library.with_blind_rows
+        mask = mask | blind  # in cuDNN 9 rows that see nothing are wrong: see library.with_blind_rows
     if q.shape[1] != k.shape[1]:  # sdpa_efficient has no grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     with only:

@@ -71,7 +71,7 @@ def launch(
         with torch.cuda.device(device):  # Triton uses the current device; -1 is the CPU
             return launch(pointers, key, prepare, moved, describe)
     # Triton specialises on dtypes, and on whether pointers and integers are multiples of 16. Here integers are
-    # compared by value, and launches with a pointer that is no multiple of 16 are left to Triton.
+    # compared by value, and launches with a pointer that is not a multiple of 16 are left to Triton.
     types: list[torch.dtype | None] = []
     addresses: list[int | None] = []
     bits = 0

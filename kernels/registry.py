@@ -1,8 +1,8 @@
 """The registry of attention backends: what each supports, and how a run gets the one it asks for.
 
 A backend is a function with the signature of `kernels.naive.naive_attention`, and a function that takes an
-`AttentionRequest` and returns the reason why it cannot serve it, or None. A run asks nothing else. Other packages
-name a backend only for what not all can do: be split into a ring, keep its result, run on any machine.
+`AttentionRequest` and returns why the backend cannot serve it, or None. A run asks nothing else. Other packages name
+a backend only for what not all backends can do: be split into a ring, keep its result, run on any machine.
 """
 
 import functools
@@ -111,7 +111,7 @@ def register_attention(
             with it into several graphs (see `breaks_graph`).
 
     Raises:
-        AttentionError: the name is taken, or "auto"; or `refuses` or `breaks` is no function.
+        AttentionError: the name is taken, or "auto"; or `refuses` or `breaks` is not a function.
     """
     if name == "auto":
         raise AttentionError("attention=auto chooses among the others: register under another name")

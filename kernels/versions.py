@@ -70,7 +70,7 @@ def kernels_lack() -> str | None:
 
 
 def no_triton() -> str | None:
-    """The triton that is needed where there is none that can be imported, with the remedy; None if there is."""
+    """The triton that is needed if none can be imported, with the remedy; None if one can."""
     if importlib.util.find_spec("triton") is None:
         return f"triton, which is not installed ({remedy()})"
     try:

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Begin and end (exclusive) of each token's document, relative to its row: two int32 (batch, length).
 
-    cu_seqlens: int32 (documents + 1,), offsets into the batch * length tokens. Tokens before the first and behind the
+    cu_seqlens: int32 (documents + 1,), offsets into the batch * length tokens. Tokens before the first and after the
     last offset form documents too. Offsets that do not ascend give wrong documents, but never overlapping ones, so no
     input can cause an out-of-range access or a kernel that waits forever.
     """

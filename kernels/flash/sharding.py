@@ -20,7 +20,7 @@ from .call import unflatten
 from .masks import block_lists, document_bounds, keys_of_queries
 from .operators import flash_backward, flash_forward
 
-# (placements of the results, of the arguments; None for one that is no tensor), on one dimension of the mesh
+# (placements of the results, of the arguments; None for one that is not a tensor), on one dimension of the mesh
 Way = tuple[list[Any], list[Any]]
 BATCH, HEADS = "batch", "heads"
 

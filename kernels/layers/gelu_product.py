@@ -116,7 +116,7 @@ class Shared(NamedTuple):
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     turns: gl.shared_memory_descriptor  # one for each consumer: it may begin its next tile
-    # (2 * PLACES, TILE, PART), one consumer's behind the other's; backward: a Ring of them
+    # (2 * PLACES, TILE, PART), one consumer's after the other's; backward: a Ring of them
     parts: gl.shared_memory_descriptor | Ring
 
 

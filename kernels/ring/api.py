@@ -40,7 +40,7 @@ def ring_attention(
 
     Every rank of the group calls it with its own part, all of one shape. Each rank then has its part of the output,
     and after the backward the gradient of its parts, to which the other ranks' losses have contributed. Equal runs
-    give equal bits; where keys are gathered, as far as the group's reduce-scatter does.
+    give equal bits; where keys are gathered, only if the group's reduce-scatter does.
 
     Memory beyond inputs and outputs: a float32 tensor like q, what one call of attention returns, and the keys and
     values of two ranks; in the backward three more float32 tensors like k and v. No rank holds the keys of all. Where
@@ -94,7 +94,7 @@ def ring_attention(
     own = spans = None
     if cu_seqlens is not None:
         batch, length = q.shape[0], q.shape[2] * ring.size
-        # As for flash, tokens before the first offset or behind the last one form documents too.
+        # As for flash, tokens before the first offset or after the last one form documents too.
         cu_seqlens = F.pad(F.pad(cu_seqlens, (1, 0)), (0, 1), value=batch * length)
         spans = spans_of(cu_seqlens, batch, length, ring.size)
         own = own_offsets(cu_seqlens, batch, length, ring.rank, ring.size)

@@ -35,7 +35,7 @@ class RingGroup:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def source(self, step: int) -> int:
-        """The rank whose tensors are here after so many steps."""
+        """The rank whose tensors are here after that many steps."""
         return (self.rank - step) % self.size
 
     def pass_on(self, tensor: torch.Tensor) -> Arriving:

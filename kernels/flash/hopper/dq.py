@@ -7,7 +7,7 @@ all blocks of keys that its queries see and that come earlier have been added. T
 claimed by running programs (scheduler.py), so the wait cannot deadlock (tests/kernels/test_hopper_orders.py).
 
 Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
-the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or behind that
+the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or after that
 of the item before it, and so follows that item through the queries; two dQ tiles in shared memory let it lag.
 
 Also here, in plain Triton: the pass before the kernel, which computes delta and resets the counters, and the pass
@@ -222,7 +222,7 @@ def delta_kernel(
         if DocumentStart is not None:
             first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
         tl.store(Turns + flat_head * tl.num_programs(1) + block, first // KEYS)
-        if flat_head + block == 0:  # the work item counter is stored behind the turns
+        if flat_head + block == 0:  # the work item counter is stored after the turns
             tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 
 

@@ -66,7 +66,7 @@ def next_position(stage, phase, STAGES: gl.constexpr):
 def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC: gl.constexpr):
     """Load the index-th tile of queries, then all blocks of keys and values that it sees, the last block first.
 
-    Returns the ring position (stage, phase) behind the last block.
+    Returns the ring position (stage, phase) after the last block.
     """
     first_row, head, batch = decode_tile(index, sizes, SPEC)
     for which in gl.static_range(SPEC.CONSUMERS):

@@ -12,8 +12,8 @@ from .forward_schedule import ROWS
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
 MANY_FROM = {True: 4096, False: 2048}  # causal -> queries from which head_dim 64 has three consumers
 FEW = 512  # queries: up to here, a head's tiles that are scheduled together find K and V in the L2 cache
-# Above head_dim 128 a causal call with fewer queries takes 0.92 to 0.99 of the time if dynamic, one with more 0.95 to
-# 0.98 if static; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
+# Above head_dim 128 a causal call with fewer queries takes 0.92 to 0.99 of the time if dynamic, others 0.95 to 0.98
+# if static; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
 WIDE_STATIC_FROM = 4096
 
 
@@ -85,7 +85,7 @@ def specify(
 
     Args:
         group: query heads per key head.
-        bounded: a window or documents are used; needs causal, and documents q_len == kv_len.
+        bounded: a window or documents are used; needs causal, and for documents q_len == kv_len.
         listed: a block mask is used, without either of those; if causal, kv_len - q_len is a multiple of 128.
         padded: key padding is used, without any of those.
         drop: parameters of dropout, if it is used, without windows, documents and block masks.

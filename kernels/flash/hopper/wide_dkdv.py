@@ -196,7 +196,7 @@ def process_queries(
     """One step: S and dP of half of a block of queries, then what all of the block adds to half of dK and dV.
 
     bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. last: whether it is the last
-    step, behind whose dP K and V are released.
+    step, after whose dP K and V are released.
     """
     HALF: gl.constexpr = ROWS // 2
     scores_layout: gl.constexpr = bias.type.layout

@@ -122,7 +122,7 @@ def consume_keys(
 def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.constexpr):
     """dq and what a block of keys adds to it.
 
-    bias: initial accumulator of S, -inf at masked elements. last: whether Q and dO are released behind dP.
+    bias: initial accumulator of S, -inf at masked elements. last: whether Q and dO are released after dP.
     """
     dtype: gl.constexpr = rings.k.tiles.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)

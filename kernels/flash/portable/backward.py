@@ -149,7 +149,7 @@ def dkdv_kernel(
     stride_dkn: tl.constexpr, stride_dvn: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, summed over the query heads that share them. Grid (ceil(kv_len / BLOCK_N), kv_heads, batch)."""
-    # Which keys. Under the causal mask the first tiles are seen by the most queries, and they do start first.
+    # Which keys. Under the causal mask the first tiles are seen by the most queries, and they are the first to start.
     first_key = tl.program_id(0) * SPEC.BLOCK_N
     kv_head = tl.program_id(1)
     batch = tl.program_id(2)

@@ -62,7 +62,7 @@ def forward_kernel(
     if Sinks is not None:  # as if every row had already seen one key, whose value is 0
         sink = tl.load(Sinks + head).to(tl.float32) * LOG2_E
         row_max = tl.maximum(row_max, sink)
-        row_sum += tl.exp2(sink - row_max)  # 1, or 0 for a sink of -inf, which is none
+        row_sum += tl.exp2(sink - row_max)  # 1, or 0 for a sink of -inf, which means none
 
     # Which keys. The masked edges go first: in the opposite order ptxas serialises the wgmmas (C7515).
     keys = rules.kv_end
