@@ -3,9 +3,9 @@
     name, attention = resolve_attention("auto", device=device, dtype=torch.bfloat16, head_dim=64)
     out = attention(q, k, v, causal=True)
 
-`attention_tier` says which of its kernels run, and `why_portable` why not those for Hopper.
+`attention_tier` says which of its kernels run; `why_portable` says why those for Hopper do not.
 
-Besides: `kernels.layers`, a model's other layers, and `kernels.ring`, attention over a sequence that several GPUs
+See also `kernels.layers`, a model's other layers, and `kernels.ring`, attention over a sequence that several GPUs
 share.
 
 `kernels.arguments` documents the arguments; `kernels.naive` implements all of them in the slow and obvious way.
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# `python -m kernels.tune` loads this package before the module: an import raises, but a command ends with one line.
+# `python -m kernels.tune` loads this package before the module. An import raises; a command ends with one line.
 if any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
     if find_spec("torch") is None:
         checkout = Path(__file__).parent.joinpath("../requirements.txt").is_file()
@@ -34,7 +34,7 @@ if any(word.startswith(f"{__name__}.") for word in sys.orig_argv):
         number = version("torch").partition("+")[0]
         fix = f"pip install --force-reinstall torch=={number}, and no other CUDA in LD_LIBRARY_PATH"
         sys.exit(f"error: torch cannot be imported: {reason} ({fix})")
-# In its interpreter `import triton` needs NumPy, and fails with more lines.
+# With TRITON_INTERPRET=1 `import triton` needs NumPy; without it the error has more lines than this one.
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") and not find_spec("numpy"):
     raise ModuleNotFoundError("TRITON_INTERPRET=1 needs NumPy (pip install numpy)", name="numpy")
 

@@ -7,21 +7,21 @@ Query i is aligned bottom-right: its position among the keys is i + kv_len - q_l
                      Under autocast q, k and v are cast to its dtype, as for torch's own attention. With flash and
                      naive v may have a head_dim of its own, which out then has too
     causal           a query sees no key after its own position
-    scale            factor of the logits, a number; None means 1/sqrt(head_dim). One that is learned multiplies q
+    scale            factor of the logits, a number; None means 1/sqrt(head_dim). Multiply q by a learned one
     dropout_seed     int or 0-d int64 tensor, needed when dropout_p > 0. The mask is
                      `philox.dropout_mask(dropout_seed, ...)`; no global generator is read or advanced
 
 The others are optional features: `kernels.features` has them in a table.
 
 NaN and inf. What a query may not see has weight 0, but kernels multiply whole tiles, and 0 * NaN is NaN. So a NaN in
-one token can reach those whose tile it shares: earlier ones under a causal mask, and other documents of its row.
-Isolated, forward and backward, are
+one token can reach the tokens that share its tile: earlier ones under a causal mask, and other documents of its row.
+These are isolated, in the forward and the backward:
 
-    the rows of a batch, and its heads (with grouped heads those that share a key head), from one another
-    keys and values from `kv_lengths` on, whose gradients are 0, with packed documents too: so pad with that where
-    padding may hold anything.
-    `naive` multiplies them by 0, so there they must be finite. A padded query is like any other: its q, and the
-    gradient of its output, must be finite
+    the rows of a batch and its heads (with grouped heads, the groups that share a key head) from one another
+    keys and values from `kv_lengths` on, whose gradients are 0, with packed documents too: so pass it where padding
+    may hold anything.
+    `naive` multiplies them by 0, so there they must be finite. A padded query is like any other: its q and the
+    gradient of its output must be finite
 """
 
 import math
@@ -138,7 +138,7 @@ def check_features(
     block_mask: torch.Tensor | None = None,
     **numbers: float | None,
 ) -> None:
-    """Check that the optional arguments match q, k and each other. numbers: each positive, or 0 or None for none."""
+    """Check that the optional arguments match q, k and each other. numbers: each positive; 0 or None if not used."""
     batch, heads, q_len, _ = q.shape
     kv_len = k.shape[2]
     for name, number in numbers.items():
@@ -191,7 +191,7 @@ def check_features(
 def refuse_features(name: str, features: dict[str, object], combined_with: str = "") -> None:
     """Check that all of `features`, the arguments that attention `name` lacks, have their "not used" value.
 
-    combined_with: the argument with which it lacks them.
+    combined_with: the argument that it cannot combine them with, if it has them otherwise.
     """
     used = used_features(features)
     if used:
@@ -202,8 +202,8 @@ def refuse_features(name: str, features: dict[str, object], combined_with: str =
 
 
 def check_number(name: str, number: object) -> None:
-    """Check that it is a number, and no tensor, to which an operator of ours would give no gradient. Under
-    torch.compile it must be Python's: of NumPy's that makes a tensor, of unknown value."""
+    """Check that it is a number, not a tensor, since our operators would give it no gradient. Under torch.compile
+    it must be Python's: NumPy's become tensors there, whose values are unknown."""
     traced = torch.compiler.is_compiling()
     python = isinstance(number, int | float | torch.SymInt | torch.SymFloat)
     if python or (not traced and isinstance(number, Real)):
@@ -214,7 +214,7 @@ def check_number(name: str, number: object) -> None:
 
 
 def _is_integer(x: object) -> bool:
-    """Whether x is an int or, as NumPy's integers, stands for one. torch.compile knows only int."""
+    """Whether x is an int or, like NumPy's integers, stands for one. torch.compile knows only int."""
     return isinstance(x, int) or (hasattr(x, "__index__") and not isinstance(x, torch.Tensor))
 
 

@@ -28,12 +28,12 @@ TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 # Hopper kernels. kv_len - q_len: with 1, blocks of keys and the diagonal do not align; with 64, half blocks do.
 APART = {"": 0, "ragged": 1, "shifted": 64}
 # Long loops: the backward delays dQ's product, the forward changes its schedule (spec.py), and from 4096 on (2048 if
-# not causal) it has three consumers at head_dim 64. Short ones: TMA stores out at head_dim 64 up to 256, not at 512,
-# and the exponentials change places at 128 behind 512.
+# not causal) it has three consumers at head_dim 64. Short ones: at head_dim 64, TMA stores out up to 256, not at 512;
+# at head_dim 128, the exponentials change places above 512.
 LENGTHS = (256, 512, 1024, 2048, 16384)
 FILLED, OF_FILLED = {128: 72, 256: 136}, 512
 GELU = ("gelu_product", "gelu_product_backward")
-FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # of history too
+FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # also in kernels/history
 CUDA = torch.device("cuda")
 
 
@@ -107,7 +107,7 @@ def _hopper(head_dim: int) -> list[Job]:
                 ]
     plain = [job for job in jobs if not job.feature]
     grouped = [replace(job, feature="gqa") for job in plain if job.kernel == "hopper_forward"]
-    # Tiles filled up with zeros; an odd multiple of 8, at which offsets need most care.
+    # Tiles filled up with zeros; at a head_dim that is an odd multiple of 8, where offsets need the most care.
     filled = [job for job in plain if job.length == OF_FILLED and head_dim in FILLED]
     return jobs + grouped + [replace(job, head_dim=FILLED[head_dim]) for job in filled]
 
@@ -116,13 +116,13 @@ Form = frozenset[tuple[str, str]]
 
 
 def distinct(jobs: list[Job], form: Callable[[Job], Form]) -> dict[Job, Form]:
-    """The jobs and their forms, each form once. What tells two jobs apart, as their length, need not tell kernels."""
+    """The jobs and their forms, each form once: jobs that differ, say in length, may have the same kernel."""
     found = {form(job): job for job in reversed(jobs)}
     return {job: each for each, job in reversed(found.items())}
 
 
 def pairwise(forms: dict[Job, Form]) -> list[Job]:
-    """The jobs without a feature, and others until every two values of a kernel's form stand in one again."""
+    """The jobs without a feature, and others until every two values that met in a form of a kernel meet again."""
     kernels: dict[tuple[int, str], dict[Job, set[tuple]]] = {}
     for job, form in forms.items():
         pairs = set(itertools.combinations(sorted(form), 2))

@@ -3,8 +3,8 @@
     python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256] [--with triton==3.9.0]
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
-ptxas (for AMD, LLVM); no GPU or driver is needed. --pairs leaves out kernels with features, but no two compile-time
-values that stand together in one. The table has registers per thread, bytes spilled, shared memory, the tensor core
+ptxas (for AMD, LLVM); no GPU or driver is needed. --pairs compiles fewer kernels with features, but keeps every pair
+of compile-time values that occurs. The table has registers per thread, bytes spilled, shared memory, the tensor core
 instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more than
 compile_budgets.toml allows, does not use tensor cores or (except history and AMD) asynchronous loads, has its wgmma
 serialised, creates a barrier that no warp uses, or does not compile. --with compiles with another Triton, which pip
@@ -80,7 +80,7 @@ TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", AMD: "mfma"}
 GPUS = {str(each): each for each in ARCHITECTURES} | {"gfx942": AMD}  # as --arch names them
 OPTIONAL_POINTERS = {"OutLow": "*bf16", "Seed": "*i64"} | dict.fromkeys(["DLse", "Slopes", "Sinks"], "*fp32")
 OPTIONAL_POINTERS |= dict.fromkeys(["DocumentStart", "DocumentEnd", "KvLengths", "Blocks"], "*i32")
-# What else makes the compilers' work another: grouped heads, which are no feature.
+# What else changes what is compiled: grouped heads, which are not a feature.
 FORMS: dict[str, tuple[Mapping[str, object], tuple[str, ...]]] = {"": ({}, ()), "gqa": ({"group": 4}, ())}
 FORMS |= {name: (feature.options, feature.pointers) for name, feature in FEATURES.items()}
 BUDGETS = tomllib.loads(Path(__file__).with_name("compile_budgets.toml").read_text())
@@ -110,7 +110,7 @@ class Report:
         found = [f"wgmma serialised ({warning})" for warning in self.warnings]
         if self.spill_bytes > _budget(job):
             found.append(f"{self.spill_bytes} bytes spilled")
-        # They are too few for wgmma and tcgen05.
+        # Too few rows for wgmma and tcgen05.
         few = job.kernel == "decode" and job.tile and job.tile.block_m < 64
         expected = "mma.sync" if few else TENSOR_CORES[job.architecture]
         if self.tensor_cores != expected:
@@ -123,7 +123,7 @@ class Report:
 
 
 def _budget(job: Job) -> int:
-    """The bytes that a job may spill with this Triton: those of its feature, else of its kernel, else of all."""
+    """The bytes that a job may spill with this Triton: its feature's limit, else its kernel's, else that of all."""
     gpu = "gfx942" if job.architecture == AMD else f"sm_{job.architecture}"
     kernel = f"{gpu} {job.kernel} d{job.head_dim}"
     exceptions = BUDGETS["triton"].get(triton.__version__, {})
@@ -135,7 +135,7 @@ def outcome(job: Job) -> tuple[str, list[str]]:
     """A job's figures, and why it must not ship: its problems, or the error with which it does not compile."""
     try:
         report = compile_job(job)
-    except Exception as error:  # of Triton's or ptxas, in a release that we do not know
+    except Exception as error:  # anything from Triton or ptxas, in a release that we do not know
         return "", [f"does not compile: {str(error.__cause__ or error).strip().splitlines()[-1]}"]
     return str(report), report.problems(job)
 

@@ -21,7 +21,7 @@ from .arguments import (
 from .operators import operator
 from .registry import refusal_of_call
 
-VARLEN = ("sdpa", "sdpa_flash")  # the backends that varlen_attn's kernels, of FlashAttention, stand for
+VARLEN = ("sdpa", "sdpa_flash")  # the backends that may use varlen_attn, which is FlashAttention's
 
 
 def checked(
@@ -55,7 +55,7 @@ def sdpa(
     **features: object,
 ) -> torch.Tensor:
     """torch.nn.attention.varlen_attn where it has a kernel: on a GPU of sm_80 or later, in half precision. Elsewhere,
-    and where `only`, torch's context manager, forces another kernel, SDPA with a mask of every pair of tokens."""
+    and where `only` (torch's context manager) forces another kernel: SDPA with a mask of every pair of tokens."""
     q, k, v, scale = checked(name, (q, k, v), cu_seqlens, scale, features, cu_seqlens_k)
     if refused := refusal_of_call(name, q, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k):
         raise refused
@@ -87,7 +87,7 @@ def flex(
     cu_seqlens_k: torch.Tensor | None = None,
     **features: object,
 ) -> torch.Tensor:
-    """FlexAttention with a mask of its blocks; `attend`: its function, compiled. None: to be compiled with this."""
+    """FlexAttention with a mask of its blocks. attend: its compiled function; None: compiled with the caller."""
     from torch.nn.attention.flex_attention import flex_attention
 
     q, k, v, scale = checked("flex", (q, k, v), cu_seqlens, scale, features, cu_seqlens_k)
@@ -145,10 +145,10 @@ def visible(
 
 
 def listed_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of bool (batch, rows, columns): how many of each row are True (batch, 1, rows), and these first, int32.
+    """Of bool (batch, rows, columns): how many of a row are True (batch, 1, rows); its columns, these first. int32.
 
-    An operator for its strides' sake: Inductor would give the dimension of heads one of 0, and by that flex's kernel
-    goes from row to row of the batch (torch 2.13), so that every row would see the blocks of the first.
+    An operator, to fix the strides: Inductor would give the heads' axis a stride of 0, by which flex's kernel steps
+    from row to row of the batch (torch 2.13), so every row would see the first one's blocks.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
@@ -165,8 +165,8 @@ def flex_mask(
     kv_len: int,
     causal: bool,
 ) -> Any:
-    """FlexAttention's BlockMask, from the documents at the edges of its blocks; with cu_seqlens_k some of those that
-    it lists may have nothing to see.
+    """FlexAttention's BlockMask, from the documents at the edges of its blocks. With cu_seqlens_k it may also list
+    blocks in which nothing is seen.
 
     torch's create_block_mask evaluates every pair of tokens: 512 MiB for 8 rows of length 8192, in every layer.
     """

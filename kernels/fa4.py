@@ -72,7 +72,7 @@ def fa4_or_documents(
     **features: object,
 ) -> torch.Tensor:
     """`fa4`, and `flash_attn.cute.flash_attn_varlen_func` for packed documents."""
-    if lacking := _head_dim_lacks(q.shape[-1]):  # resolved or not: a wrong gradient tells nobody
+    if lacking := _head_dim_lacks(q.shape[-1]):  # in every call: a wrong gradient raises no error
         raise AttentionError(f"attention=fa4 cannot be used here: {lacking}")
     if cu_seqlens is None:
         return fa4(q, k, v, flash_attn_func=flash_attn_func, causal=causal, scale=scale, **features)

@@ -9,7 +9,7 @@ import torch
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
     """torch.compile(function, **options); a user's own TRITON_DEFAULT_FP_FUSION is kept."""
-    # Unset, it is on up to Triton 3.9, which warns, and off from 3.10. TorchInductor (2.13) asks for it in kernels
-    # that it writes, but not in its templates, FlexAttention's among them. Read when something is first compiled.
+    # Unset, fusion is on up to Triton 3.9, which warns, and off from 3.10. TorchInductor (2.13) asks for it in its
+    # own kernels, but not in its templates, such as FlexAttention's. Read when something is first compiled.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     return torch.compile(function, **options)

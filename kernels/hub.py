@@ -4,9 +4,9 @@
     tilegpt = get_local_kernel(Path(FOLDER))              # of that library, or get_kernel(OWNER/NAME, version=1)
     out = tilegpt.flash_attention(q, k, v)
 
-The library takes `build/torch-BACKEND/`, a package with a metadata.json. build.toml and torch-ext/ are the source
-that its kernel-builder makes the same from; since nothing is compiled ahead of time, a copy is a build. Each content
-has an id of its own, so that several versions can share a process.
+The library takes `build/torch-BACKEND/`, a package with a metadata.json. Its kernel-builder would make the same from
+build.toml and torch-ext/; since nothing is compiled ahead of time, a build is a copy. Every version of the content
+has an id of its own, so that several can share a process.
 """
 
 import argparse

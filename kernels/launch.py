@@ -1,8 +1,8 @@
 """Launching Triton kernels with a few microseconds of host time.
 
 Triton inspects every argument of a launch in Python to select the compiled kernel. A launch that agrees with an
-earlier one in everything that Triton specialises on goes straight to that kernel instead (LOG.md has the savings), as
-long as Triton's private parts are those that `triton_private` knows.
+earlier one in everything that Triton specialises on goes straight to that kernel instead (LOG.md has the savings),
+provided that Triton's private parts are those that `triton_private` knows.
 """
 
 import functools
@@ -21,8 +21,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # On AMD, Triton also specialises on the size of a tensor.
 REUSES = not INTERPRETED and torch.version.hip is None and can_launch()
 Tensor = torch.Tensor
-# All figures, of accuracy and of time, are of multiplications fused with additions. Triton 3.10 will have to be asked
-# to do so; 3.9 warns of it.
+# All figures, for accuracy and for time, were taken with multiplications fused with additions. Triton 3.10 will do so
+# only on request; 3.9 warns of it.
 FUSION = {"enable_fp_fusion": True}
 
 # (kernel, 3-d grid, arguments after the pointers, Triton options)
@@ -46,7 +46,7 @@ _known: dict[tuple[object, ...], Known] = {}
 # (serial of a Known, addresses) -> its encoded TMA descriptors: a model's layers differ only in addresses, which
 # recur in every step. 1 KB each.
 _encoded: dict[tuple[int, ...], list[object]] = {}
-LIMIT = 4096  # of either; an evicted entry only costs a slow launch
+LIMIT = 4096  # entries in either; an evicted one only costs a slow launch
 _serials = itertools.count()
 
 
@@ -71,7 +71,7 @@ def launch(
         with torch.cuda.device(device):  # Triton uses the current device; -1 is the CPU
             return launch(pointers, key, prepare, moved, describe)
     # Triton specialises on dtypes, and on whether pointers and integers are multiples of 16. Here integers are
-    # compared by value, and launches with a pointer that is no multiple of 16 are left to Triton.
+    # compared by value, and launches with a pointer that is not a multiple of 16 are left to Triton.
     types: list[torch.dtype | None] = []
     addresses: list[int | None] = []
     bits = 0

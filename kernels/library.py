@@ -42,7 +42,7 @@ def _sdpa(
     if not q_len or not k.numel():
         backend = SDPBackend.MATH  # on CUDA the others take no empty tensors
     elif backend is SDPBackend.EFFICIENT_ATTENTION and q.shape[1] != k.shape[1]:
-        group = q.shape[1] // k.shape[1]  # heads that share a key head, which it does not have
+        group = q.shape[1] // k.shape[1]  # query heads per key head; this backend has no grouped heads
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     mask, is_causal = None, False
     if causal and q_len == kv_len:
@@ -61,7 +61,7 @@ def _sdpa(
         "is_causal": is_causal,
         "scale": scale,
     }
-    if q.shape[1] != k.shape[1]:  # likewise
+    if q.shape[1] != k.shape[1]:  # a constant, for the same reason
         options["enable_gqa"] = True
     if backend is None:
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -134,7 +134,7 @@ def sdpa(
             return _sdpa(*arguments)
         return _sdpa_with_dropout(*arguments, dropout_seed=dropout_seed, device=q.device)
     except RuntimeError as error:
-        # What depends on lengths, on dropout's probability or on PyTorch's version is not refused before.
+        # What depends on lengths, on dropout's probability or on PyTorch's version was not refused earlier.
         if not any(words in str(error) for words in NO_KERNEL):
             raise
         call = f"{q.dtype} q {tuple(q.shape)} and k {tuple(k.shape)} on {q.device.type}"
@@ -152,7 +152,7 @@ def sdpa_or_documents(
     cu_seqlens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """`sdpa`, which keeps to packed documents if there are any, then without dropout."""
+    """`sdpa`, within packed documents if there are any, and then without dropout."""
     if cu_seqlens is None:
         return sdpa(q, k, v, name=name, **options)
     backend = _SDPA[name]
@@ -161,8 +161,8 @@ def sdpa_or_documents(
 
 
 def _beyond(request: AttentionRequest, supported: set[str], masks: bool = True) -> str | None:
-    """A reason to refuse; with packed documents no other feature is supported. Keys have offsets of their own by a
-    mask, which on a GPU torch's FlashAttention has not."""
+    """A reason to refuse; with packed documents no other feature is supported. Offsets of the keys need a mask, which
+    torch's FlashAttention does not take on a GPU."""
     if "cu_seqlens" not in request.features:
         return request.beyond(supported)
     reason = request.beyond({"cu_seqlens", "cu_seqlens_k"} if masks else {"cu_seqlens"})
@@ -318,7 +318,7 @@ def flex_or_documents(
     cu_seqlens: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`flex`, which keeps to packed documents if there are any."""
+    """`flex`, within packed documents if there are any."""
     try:
         if cu_seqlens is None:
             return flex(q, k, v, **options)

@@ -35,7 +35,7 @@ def report_of_another(arguments: list[str] | None = None) -> int | None:
 def report_with(requirement: str, module: str, arguments: list[str]) -> int:
     """Run the module with the Triton of a requirement, "triton==3.9.0" or "newest"; its exit code.
 
-    Of "newest" it is 1 at least, after a last line on stderr, if `unknown` finds anything.
+    For "newest" it is at least 1, and stderr ends with a line about it, if `unknown` finds anything.
     """
     if requirement != "newest":
         return _run_with(requirement, module, arguments)
@@ -83,7 +83,7 @@ def pinned(name: str) -> tuple[str, str]:
 
 
 def unknown(torch: str, triton: str, usual: tuple[str, str], latest: tuple[str, str]) -> list[str]:
-    """Newer releases than versions.py and requirements-latest.txt know, and pins that are no pair of versions.py.
+    """Newer releases than versions.py and requirements-latest.txt know, and pins that are not a pair of versions.py.
 
     Args:
         usual, latest: what requirements.txt and requirements-latest.txt pin.

@@ -1,8 +1,8 @@
 """The registry of attention backends: what each supports, and how a run gets the one it asks for.
 
 A backend is a function with the signature of `kernels.naive.naive_attention`, and a function that takes an
-`AttentionRequest` and returns the reason why it cannot serve it, or None. A run asks nothing else. Other packages
-name a backend only for what not all can do: be split into a ring, keep its result, run on any machine.
+`AttentionRequest` and returns why the backend cannot serve it, or None. A run asks nothing else. Other packages name
+a backend only for what not all backends can do: be split into a ring, keep its result, run on any machine.
 """
 
 import functools
@@ -16,7 +16,7 @@ from .features import FEATURES, is_used
 from .versions import kernels_lack, say_once
 
 AttentionFn = Callable[..., Any]
-Function = TypeVar("Function", bound=Callable[..., Any])  # decorated, it keeps its type
+Function = TypeVar("Function", bound=Callable[..., Any])  # a decorated function keeps its type
 
 # Arguments that every backend supports.
 _COMMON = ("causal", "scale", "dropout_seed")
@@ -25,7 +25,7 @@ _COMMON = ("causal", "scale", "dropout_seed")
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
 # Above this head_dim torch's SDPA goes first: at 256 on an H200 the portable kernels take 1.3 to 2.0 times as long.
 FLASH_HEAD_DIM = 128
-# From here on that is so unless both passes have the Hopper kernels: 0.79 to 0.94, at 136 to 192 0.81 to 1.12.
+# From here on it does unless both passes have the Hopper kernels: 0.79 to 0.94 of its time; 136 to 192, 0.81 to 1.12.
 HOPPER_HEAD_DIM = 224
 
 
@@ -45,7 +45,7 @@ class AttentionRequest:
         length: q_len. Like the following, None if it is not known.
         kv_len, causal: of the call.
         numbers: (name, value) of the arguments that are numbers, as far as they are known.
-        heads: of all sequences of the call together.
+        heads: those of all sequences of the call together.
     """
 
     device: torch.device
@@ -107,11 +107,11 @@ def register_attention(
         tier: for a backend with several sets of kernels: takes a request that is not refused, returns the name of the
             set that serves it. The attention function then has an argument `tier`.
         why: likewise, returns what `why_portable` says.
-        breaks: takes a request; returns whether torch.compile cannot see through the function, and so makes a model
-            with it several graphs (see `breaks_graph`).
+        breaks: takes a request; returns whether torch.compile cannot see through the function, and so splits a model
+            with it into several graphs (see `breaks_graph`).
 
     Raises:
-        AttentionError: the name is taken, or "auto"; or `refuses` or `breaks` is no function.
+        AttentionError: the name is taken, or "auto"; or `refuses` or `breaks` is not a function.
     """
     if name == "auto":
         raise AttentionError("attention=auto chooses among the others: register under another name")
@@ -231,7 +231,7 @@ def _refusal(name: str, request: AttentionRequest) -> AttentionError | None:
         return None
     able, without = _able(request), ""
     plain = replace(request, tier="auto")
-    # Where the tier is not all that stands in the way, it is left out of what is named instead.
+    # If the tier is not the only obstacle, what is named instead leaves it out.
     if not able and request.tier != "auto" and _reason(name, plain):
         able, without = _able(plain), " without attention.tier"
     nearest = f"; use attention={able[0]}{without}" if able else ""
@@ -239,7 +239,7 @@ def _refusal(name: str, request: AttentionRequest) -> AttentionError | None:
 
 
 def refusal_of_call(name: str, q: torch.Tensor, **features: object) -> AttentionError | None:
-    """The same of a call, for backends that a caller got from `get_attention`, where nothing was resolved before."""
+    """The same for a call of a backend that came from `get_attention`, where nothing was resolved before."""
     return _refusal(name, _request(q.device, q.dtype, q.shape[-1], "auto", features, q.shape[2]))
 
 
@@ -261,7 +261,7 @@ def with_packed(attention: AttentionFn, packed: AttentionFn) -> None:
 
 
 def packed_form(attention: AttentionFn) -> AttentionFn | None:
-    """The packed form of an attention, or None. A functools.partial of one that has it is bound likewise; any other
+    """The packed form of an attention, or None. That of a functools.partial has the same arguments bound; any other
     wrapper has none, since calling it would bypass the wrapper."""
     if isinstance(attention, functools.partial):
         packed = packed_form(attention.func)
@@ -280,8 +280,8 @@ def attention_tier(
     heads: int | None = None,
     **features: object,
 ) -> str | None:
-    """The name of the backend's set of kernels that serves queries of this length, in so many heads of all sequences
-    together; None if it has only one set. `why_portable` says why not a faster one.
+    """The name of the backend's set of kernels that serves queries of this length, with that many heads in all
+    sequences together; None if it has only one set. `why_portable` says why a faster one does not.
 
     The other arguments are as `resolve_attention` accepted them.
     """
@@ -320,7 +320,7 @@ def breaks_graph(
     tier: str = "auto",
     **features: object,
 ) -> bool:
-    """Whether torch.compile makes a model with this attention several graphs, between which it is called.
+    """Whether torch.compile splits a model with this attention into several graphs, and calls it between them.
 
     The arguments are as `resolve_attention` accepted them.
     """

@@ -1,4 +1,4 @@
-"""The two private parts of Triton that `launch` calls, and whether this release of Triton still has them as it does.
+"""The two private parts of Triton that `launch` calls, and whether this release of Triton still has them unchanged.
 
 Where one has changed, a line on stderr says which, and the launches that need it go through Triton's public launch.
 """
@@ -67,7 +67,7 @@ def can_encode() -> bool:
 
 @functools.cache
 def _ignored() -> tuple[None, ...] | None:
-    """What `make_tensordesc_arg` ignores behind descriptor and metadata: nothing, since 3.8 one argument."""
+    """What `make_tensordesc_arg` ignores after descriptor and metadata: nothing before 3.8, one argument since."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     first, *others = inspect.signature(make_tensordesc_arg).parameters

@@ -3,13 +3,13 @@
     kernels.register_transformers()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilegpt", dtype=torch.bfloat16)
 
-transformers hands a layer's attention the mask that the attention's own mask function made, once a forward. Here it
+Once a forward, transformers has an attention's own mask function make the mask that it hands to each layer. Here it
 is an interval of keys for each query, never a tensor of q_len * kv_len: causal, a sliding window, documents packed
 into a row (position_ids that begin again), padding (a document of its own), and a cache, dynamic or static. Grouped
 heads, softcap, sinks and dropout go to the kernels as they are. What a model asks beyond that is refused in one line.
 
-Where a cache and padding meet, there is no gradient. What the rows of padded queries hold has no meaning, as in
-transformers' own attentions.
+With both a cache and padding there is no gradient. The outputs of padded queries have no meaning, as in transformers'
+own attentions.
 """
 
 from collections.abc import Callable
@@ -74,8 +74,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """An attention as transformers calls it: (batch, heads, length, head_dim) -> (batch, length, heads, head_dim).
 
-    attention_mask: from `mask_of`. Of a model that makes none: None; its module and arguments then say what is seen,
-        as for flash_attention_2.
+    attention_mask: from `mask_of`. None if the model makes none; its module and arguments then say what is seen, as
+        for flash_attention_2.
     s_aux: sinks. cu_seq_lens_q: offsets of the documents of a row, by DataCollatorWithFlattening.
     """
     _refuse_others(attention_mask, kwargs)
@@ -119,8 +119,8 @@ def mask_of(
     padding. local_size: of a sliding window, or of chunks. use_vmap: the model combined the mask with one of its own.
 
     Returns:
-        A Mask; or, where queries and keys differ and a Mask cannot say it, the keys [begin, end) of each query as
-        int32 (batch or 1, 1, q_length, 2): of four axes, so that transformers takes it for a mask made already.
+        A Mask; or, where queries and keys differ and a Mask cannot express it, the keys [begin, end) of each query as
+        int32 (batch or 1, 1, q_length, 2), with four axes so that transformers takes it for a finished mask.
     """
     if use_vmap:
         _refuse("a mask function of the model's or your own (or_mask_function, and_mask_function)")
@@ -148,8 +148,8 @@ def mask_of(
 
 
 def _padding(attention_mask: Tensor | None, kv_offset: int, kv_length: int) -> Tensor | None:
-    """Which keys are not padding, (batch, kv_length); None if known to be all. Those behind the mask, a static
-    cache's, count as padding."""
+    """Which keys are not padding, (batch, kv_length); None if all are known not to be. Keys beyond the mask, as in a
+    static cache, count as padding."""
     if attention_mask is None:
         return None
     real = F.pad(attention_mask, (0, max(kv_offset + kv_length - attention_mask.shape[1], 0)))
@@ -171,7 +171,7 @@ def _begins(
 ) -> Tensor | None:
     """Where a document or a chunk begins, bool (batch, length); None if known to be nowhere.
 
-    A function that transformers composes says so itself: there a query cannot see the key just before its own.
+    The function that transformers composes shows it: where one begins, a query cannot see the key before its own.
     """
     rows = torch.arange(batch, device=device)[:, None]
     later = torch.arange(offset + 1, offset + length, device=device)[None]
@@ -186,8 +186,8 @@ def _begins(
 
 
 def _offsets(begins: Tensor, padding: Tensor | None, batch: int) -> Tensor:
-    """cu_seqlens (batch * length + 1,) of what begins, and of padding as documents of its own; as many are empty as
-    are left over, so that nothing waits for the device to count them."""
+    """cu_seqlens (batch * length + 1,) of the documents that begin, and of padding as documents of its own. The rest
+    are empty documents, so that nothing waits for the device to count."""
     first = _edges(begins, padding).expand(batch, -1).clone()
     first[:, 0] = True
     index = torch.arange(first.numel() + 1, dtype=torch.int32, device=first.device)
@@ -222,7 +222,7 @@ def _within(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The attention within the bounds of `mask_of`: for the forward they may differ from those of documents."""
+    """Attention within the bounds of `mask_of`. They need not be those of documents, as only the forward allows."""
     if dropout or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         _refuse("gradients where a cache meets padding or a static one (torch.no_grad() if none are needed)")
     q, k, v = in_autocast_dtype(q, k, v)

@@ -20,8 +20,8 @@ def by_document(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """`attend(q, k, v, offsets, longest, causal, scale)`, of q (tokens, heads, head_dim), on (batch, heads, length,
-    head_dim)."""
+    """`attend(q, k, v, offsets, longest, causal, scale)`, which takes q as (tokens, heads, head_dim), for q, k and v
+    as (batch, heads, length, head_dim)."""
     batch, heads, length, head_dim = q.shape
     tokens = [x.transpose(1, 2).reshape(batch * length, x.shape[1], head_dim) for x in (q, k, v)]
     # A longest document of a whole row costs blocks of threads that end at once; its real length would cost a wait.
@@ -38,7 +38,7 @@ def varlen(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """torch's, of FlashAttention."""
+    """torch's varlen_attn, by FlashAttention."""
     group = q.shape[1] // k.shape[1]
     if group > 1:  # torch 2.11's has no argument for it
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -52,8 +52,8 @@ def varlen(
 def offsets(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """int32 (documents + 1,): without empty documents, and with the ends of rows.
 
-    For kernels that start blocks of threads for every document; the model passes as many as there are tokens, most of
-    them empty. The host waits for the device, to know how many are left.
+    For kernels that start blocks of threads for every document; the model passes as many documents as tokens, most of
+    them empty. The host waits for the device to learn how many are left.
     """
     rows = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=cu_seqlens.device)
     return torch.cat([cu_seqlens, rows]).unique()

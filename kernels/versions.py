@@ -21,16 +21,16 @@ import torch
 PAIRS = {
     "2.11": "3.6.0",
     "2.12.0": "3.7.0",
-    "2.12": "3.7.1",  # of its other releases
+    "2.12": "3.7.1",  # its other releases
     "2.13": "3.7.1",
     "2.14": "3.8.0",
     "2.15": "3.9.0",
 }
 # Gluon is experimental and its API changes: with these the GPU tests of flash passed on a Hopper GPU (docs/gpu.md).
 VERIFIED = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
-# They compile from this release on, where hopper/primitives.py knows what changed.
+# The Hopper kernels compile from this release on: hopper/primitives.py knows what has changed since.
 OLDEST_GLUON = (3, 7)
-INTERPRET = " (TRITON_INTERPRET=1 interprets it, slowly)"  # of what needs a GPU
+INTERPRET = " (TRITON_INTERPRET=1 interprets it, slowly)"  # said of what needs a GPU
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def numbers_of(version: str) -> tuple[int, ...]:
 def kernels_lack() -> str | None:
     """What our Triton kernels would need of the installed torch and triton, or None. Imports triton.
 
-    Of two that may serve, but are no pair of ours, a line on stderr says so, once.
+    If the two may serve but are not a pair that we know, a line on stderr says so, once.
     """
     if lacking := no_triton():
         return lacking
@@ -53,7 +53,7 @@ def kernels_lack() -> str | None:
     if numbers_of(triton.__version__) < numbers_of(own):
         return f"triton {own} or newer with torch {torch.__version__}, not {triton.__version__} ({remedy()})"
     if os.environ.get("TRITON_INTERPRET") == "1" and numbers_of(triton.__version__) < (3, 7):
-        import numpy  # of whose arrays that interpreter makes numbers, to count a loop
+        import numpy  # whose arrays that interpreter converts to numbers, to count a loop
 
         if numbers_of(numpy.__version__) >= (2, 4):
             return (
@@ -70,7 +70,7 @@ def kernels_lack() -> str | None:
 
 
 def no_triton() -> str | None:
-    """The triton that is needed where there is none that can be imported, with the remedy; None if there is."""
+    """The triton that is needed if none can be imported, with the remedy; None if one can."""
     if importlib.util.find_spec("triton") is None:
         return f"triton, which is not installed ({remedy()})"
     try:
@@ -81,7 +81,7 @@ def no_triton() -> str | None:
 
 
 def unknown_pair() -> str | None:
-    """What to say of a torch and a triton that are no pair of ours, without the remedy, or None. Imports triton."""
+    """What to say if torch and triton are not a pair that we know, without the remedy; or None. Imports triton."""
     import triton
 
     installed = torch.__version__, triton.__version__
@@ -127,7 +127,7 @@ def no_cuda() -> str | None:
 
 
 def cuda_not(device_type: str, how_else: str = "") -> str:
-    """What a kernel needs that cannot run on such a device, and of a CPU why there is no other.
+    """What a kernel that cannot run on such a device needs; for a CPU also why there is no CUDA device.
 
     how_else: how it runs there all the same, in parentheses.
     """
@@ -138,7 +138,7 @@ def cuda_not(device_type: str, how_else: str = "") -> str:
 def mismatched_libraries() -> str | None:
     """What is wrong with the CUDA libraries that this torch has loaded, with the remedy; None if nothing.
 
-    Of a runtime that is older than torch's own, but has all that torch loads, a line on stderr says so, once.
+    If the runtime is older than torch's own but has all that torch loads, a line on stderr says so, once.
     """
     remedy = f"(pip install --force-reinstall torch=={_release()}, without LD_LIBRARY_PATH)"
     try:
@@ -157,7 +157,7 @@ def _older_runtime() -> str | None:
     built, loaded = numbers_of(torch.version.cuda or "0.0"), ctypes.c_int()
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{built[0]}", os.RTLD_NOLOAD)
-    except (AttributeError, OSError):  # no Unix; or linked statically
+    except (AttributeError, OSError):  # not Unix, or linked statically
         return None
     if runtime.cudaRuntimeGetVersion(ctypes.byref(loaded)):
         return None
@@ -178,7 +178,7 @@ def _install(pair: tuple[str, str], again: bool = False) -> str:
 
 
 def _own_pair() -> tuple[str, str]:
-    """This torch and the triton that it requires; of a release that is not in PAIRS, the newest pair."""
+    """This torch and the triton that it requires; for a release that is not in PAIRS, the newest pair."""
     names = _release(), _minor(torch.__version__)
     return next(((each, PAIRS[each]) for each in names if each in PAIRS), list(PAIRS.items())[-1])
 

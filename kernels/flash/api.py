@@ -15,7 +15,7 @@ from .masks import block_lists, document_bounds, keys_of_queries
 from .operators import FlashAttention, flash_forward, parts
 
 Tensor = torch.Tensor
-if lacking := kernels_lack():  # of those who call it without `resolve_attention`
+if lacking := kernels_lack():  # for callers without `resolve_attention`
     raise AttentionError(f"attention=flash needs {lacking}")
 NO_TENSORS = Tensors()
 # Place -> options of calls that have passed the checks, which take 7 us.
@@ -72,7 +72,7 @@ def flash_attention(
     place, eager = None, not torch.compiler.is_compiling()
     plain = dropout_seed is alibi_slopes is sinks is kv_lengths is block_mask is None
     if eager and plain and cu_seqlens is cu_seqlens_k is None:
-        if window is None:  # 5.0 equals 5, and is refused
+        if window is None:  # in a key 5.0 equals 5, but is refused
             numbers = (causal, scale, dropout_p, softcap, tier, precise_delta)
             place = _place_of(q, k, v, _packed is None, *numbers)
         if (options := _passed.get(place)) is not None:
@@ -85,7 +85,7 @@ def flash_attention(
         head_dim, value_dim, place = q.shape[-1], v.shape[-1], None
         scale, width = check_scale(scale, head_dim), max(head_dim, value_dim)
         q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        qkv = (q, k, v)  # F.pad copies, too, what has nothing to pad
+        qkv = (q, k, v)  # F.pad would also copy what needs no padding
     check_inputs(q, k, v)
     check_dropout(dropout_p, dropout_seed)
     check_features(
@@ -100,7 +100,7 @@ def flash_attention(
             raise AttentionError(f"attention=flash {ALIBI_RAGGED}; attention=naive does")
         call = q.shape[0], q.shape[2], k.shape[2], causal, left, right
         starts, ends = keys_of_queries(_covering(cu_seqlens, q), _covering(cu_seqlens_k, k), None, *call)
-        causal, left, right = False, -1, -1  # the bounds have them
+        causal, left, right = False, -1, -1  # the bounds contain them
     elif cu_seqlens is not None:
         starts, ends = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if block_mask is not None:

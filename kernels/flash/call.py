@@ -22,7 +22,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The numbers."""
+    """What is not a tensor."""
 
     causal: bool
     scale: float
@@ -32,7 +32,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     tier: str = "auto"
     precise_delta: bool = False
-    ragged: bool = False  # the document bounds, of the queries, say all that is seen: `masks.keys_of_queries`
+    ragged: bool = False  # document bounds are by query, causal and window included: `masks.keys_of_queries`
 
     def within(self, q_len: int, kv_len: int) -> "Options":
         """These, with -1 for a side of the window that masks nothing: the kernels add positions to it, which might

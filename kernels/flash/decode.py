@@ -24,7 +24,7 @@ from .portable.tiles import Tile
 
 BLOCK_N = 64  # keys that a program reads at a time, or a power of two fewer
 LARGEST_TILE = 64  # queries of a key head: those of all heads that share it
-PROGRAMS = 4  # per SM, for which the keys are split
+PROGRAMS = 4  # per SM, as the split of the keys aims for
 MOST_PARTS = 128
 
 
@@ -44,7 +44,7 @@ def decode_attention(
 
     Args:
         q: (batch, heads, q_len, head_dim): the queries of the last q_len tokens, as a rule 1.
-        k, v: (batch, kv_heads, room, head_dim), a cache, which holds those tokens too; what is behind them may be
+        k, v: (batch, kv_heads, room, head_dim), a cache, which holds those tokens too; what lies beyond them may be
             anything finite.
         lengths: int32 (batch,), on q's device: how many tokens a row has. A row without tokens gives 0.
         scale, softcap, sinks: as in `kernels.arguments`. window: how many tokens before its own a query sees.
@@ -85,7 +85,7 @@ def _parts(device: torch.device, pairs: int, room: int) -> int:
 
 
 def tile_of(rows: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """The tile of so many queries of a key head. With 4 warps one of 64 x 128 spills on sm_80. In float32 64 x 256
+    """The tile for that many queries of a key head. With 4 warps one of 64 x 128 spills on sm_80. In float32 64 x 256
     with 64 keys would need 208 KB of shared memory, and sm_80 has 163."""
     block_m = max(16, 1 << (rows - 1).bit_length())
     keys = 16 if dtype is torch.float32 and head_dim > 128 else BLOCK_N
@@ -201,7 +201,7 @@ def join_kernel(
     Partial, Lse, Sinks, Out,
     PARTS: tl.constexpr, rows, heads, q_len, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Out (rows, head_dim), rows being (batch, heads, q_len): the parts' outputs in the shares of their softmax sums.
+    """Out (rows, head_dim), rows being (batch, heads, q_len): the parts' outputs weighted by their softmax sums.
     Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)

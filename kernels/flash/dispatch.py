@@ -4,8 +4,8 @@
     hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
              kernels/features.py, where `FASTER` says so; with tier="hopper" elsewhere too
 
-`choose` has the rule. Before a run `refuses` and `tier_of` ask it, about what is known then; every pass of a call
-asks it by `chosen`; `kernels.why_portable` tells users. Triton is imported only if there is a Hopper GPU.
+`choose` has the rule. Before a run `refuses` and `tier_of` ask it, with what is known then; every pass of a call
+asks it through `chosen`; `kernels.why_portable` tells users. Triton is imported only if there is a Hopper GPU.
 """
 
 import functools
@@ -36,7 +36,7 @@ WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
     "backward": frozenset({"block_mask", *SCORE_MODS, "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
 }
-# Features that a pass has no code for, and takes as long without; `delta_kernel` has the backward's.
+# Features that add no code to a pass, which takes as long without them; `delta_kernel` has the backward's.
 NO_FORM = {
     "forward": frozenset({"return_lse"}),
     "backward": frozenset({"precise_delta", "return_lse", "sinks"}),
@@ -47,8 +47,8 @@ TILE = 128  # queries; with fewer, a Hopper tile would be mostly empty
 
 
 class Faster(NamedTuple):
-    """Head_dims at which the Hopper kernels take less time than the portable ones, from so many queries and so many
-    tiles of them (in all heads of a call) on."""
+    """Head_dims at which the Hopper kernels take less time than the portable ones, given at least so many queries and
+    so many tiles of them (in all heads of a call)."""
 
     smallest: int
     largest: int
@@ -56,22 +56,22 @@ class Faster(NamedTuple):
     tiles: int = 0
 
     def takes_more_than(self, other: "Faster") -> bool:
-        """At a head_dim that both have: all that the other takes, and more."""
+        """Whether, at a head_dim that both have, it takes all that the other takes, and more."""
         mine, its = (self.queries, self.tiles), (other.queries, other.tiles)
         return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
 
 
 # `auto` takes the Hopper kernels of a pass where, for "" and for each feature in use, a row takes the call. Comments:
-# their time over the portable kernels' (kernels/log/dispatch.md), of what the row takes; "few": of fewer tiles.
+# their time over the portable kernels' (kernels/log/dispatch.md), for what the row takes; "few": for fewer tiles.
 AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # the rows of a feature that has none below
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", ""): (
-        Faster(64, 64, tiles=256),  # 0.75 to 1.02, of 256 tiles to 1.24; few 0.89 to 1.22
-        Faster(128, 128, tiles=128),  # 0.68 to 0.98, of 128 tiles to 1.07; few 1.04 to 1.22
+        Faster(64, 64, tiles=256),  # 0.75 to 1.02, at 256 tiles up to 1.24; few 0.89 to 1.22
+        Faster(128, 128, tiles=128),  # 0.68 to 0.98, at 128 tiles up to 1.07; few 1.04 to 1.22
         Faster(40, 120, 512, 1024),  # 0.54 to 0.82; few 1.02 to 1.13. 16 and 32: 1.08 to 1.43
         Faster(136, 256),  # 0.60 to 0.93
     ),
-    # 0.81 to 0.91, of 512 queries to 1.07; few 1.04 to 1.61. 64: many 1.00 to 1.07
+    # 0.81 to 0.91, at 512 queries up to 1.07; few 1.04 to 1.61. 64: many 1.00 to 1.07
     ("forward", "dropout_p"): (Faster(128, 128, tiles=512),),
     ("forward", "kv_lengths"): (
         Faster(64, 64, 2048, 1024),  # 0.88 to 0.97; 512 and 1024 queries 1.04 to 1.07, few 0.95 to 1.48
@@ -88,15 +88,15 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(128, 128),  # 0.49 to 0.90; few 0.57 to 1.08
         Faster(40, 56, 512, 1024),  # 48: 0.60 to 0.81
         Faster(72, 120),  # 0.45 to 0.66; few 0.86 and 0.87. 16 and 32: 0.95 to 1.49
-        Faster(136, 256, 256),  # 0.41 to 0.63; few 0.54 to 0.93, but of 128 queries 1.04 to 1.12
-        Faster(256, 256, tiles=1024),  # of 128 queries 0.74 and 0.76
+        Faster(136, 256, 256),  # 0.41 to 0.63; few 0.54 to 0.93, but at 128 queries 1.04 to 1.12
+        Faster(256, 256, tiles=1024),  # at 128 queries 0.74 and 0.76
     ),
     ("backward", "kv_lengths"): (
         Faster(64, 64),
         Faster(128, 128, tiles=256),  # 0.58 to 0.93; few 0.96 to 1.12
     ),
 }
-# All features together with which each of these was timed; one that is not here was timed with every other.
+# For each of these, all the features it was timed with; a feature that is not here was timed with every other.
 TIMED_WITH = {
     "alibi_slopes": frozenset({"window"}),
     "block_mask": frozenset(),
@@ -163,7 +163,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
 
 
 def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
-    """What `FASTER` and `TIMED_WITH` ask for besides, or None."""
+    """What `FASTER` and `TIMED_WITH` ask for in addition, or None."""
     head_dim, length, heads = request.head_dim, request.length, request.heads
     features = request.features - NO_FORM[which]
     for name in ("", *sorted(features)):

@@ -1,5 +1,5 @@
-"""Packed documents and block masks converted to the form the kernels read, each by one small kernel; documents whose
-queries and keys have offsets of their own by operations of torch's.
+"""Packed documents and block masks converted to the form the kernels read, each by one small kernel; where queries
+and keys have offsets of their own, by torch operations.
 
 The conversion runs in every call, although the layers of a model pass the same tensors. Caching would be wrong when a
 CUDA graph's replay writes to such a tensor, which Python cannot detect. Under torch.compile it runs once.
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 def document_bounds(cu_seqlens: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Begin and end (exclusive) of each token's document, relative to its row: two int32 (batch, length).
 
-    cu_seqlens: int32 (documents + 1,), offsets into the batch * length tokens. Tokens before the first and behind the
+    cu_seqlens: int32 (documents + 1,), offsets into the batch * length tokens. Tokens before the first and after the
     last offset form documents too. Offsets that do not ascend give wrong documents, but never overlapping ones, so no
     input can cause an out-of-range access or a kernel that waits forever.
     """
@@ -48,9 +48,9 @@ def keys_of_queries(
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor]:
-    """The keys [start, end) that each query sees where queries and keys have offsets of their own, relative to its
-    row: two int32 (batch, q_len), both ascending, as are those of the queries that see each key. So forward and dQ
-    may take them for the bounds of documents, and dK/dV those of `queries_of_keys`.
+    """The keys [start, end) that each query sees, relative to its row, where queries and keys have offsets of their
+    own: two int32 (batch, q_len). Both ascend, and so do those of the queries that see each key. So the forward and
+    dQ may take them for bounds of documents, and dK/dV those of `queries_of_keys`.
 
     cu_seqlens, cu_seqlens_k: (documents + 1,), offsets into the batch * q_len queries and the batch * kv_len keys.
     used: (documents,), how many keys of each are in use, from its first; None for all.
@@ -75,8 +75,8 @@ def keys_of_queries(
 
 
 def queries_of_keys(tensors: Tensors, kv_len: int) -> Tensors:
-    """The tensors with the queries [start, end) that see each key, int32 (batch, kv_len), in the place of the bounds
-    of `keys_of_queries`."""
+    """The tensors with the queries [start, end) that see each key, int32 (batch, kv_len), in place of the bounds of
+    `keys_of_queries`."""
     starts, ends = tensors.document_starts, tensors.document_ends
     assert starts is not None
     assert ends is not None

@@ -70,8 +70,8 @@ def flash_backward(
 
 
 class FlashAttention(torch.autograd.Function):
-    """`flash_forward` with its gradient in q, k, v and sinks, which is also among the tensors. What has no gradient
-    is passed as two tuples: each argument of apply costs 0.3 us a call."""
+    """`flash_forward` with the gradients of q, k, v and sinks. All else is passed as two tuples, since each argument
+    of apply costs 0.3 us a call; the first of them has the sinks too."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, tensors, options):
@@ -98,14 +98,14 @@ class FlashAttention(torch.autograd.Function):
             sinks = Tensors(*tensors).sinks
             assert sinks is not None
             # A sink is a score with value 0: P = exp(sink - lse), dS = P * (0 - delta). lse is -inf only where the
-            # sink is too, and P = 0. Of a huge sink, lse is rounded by more than float32's exp can take.
+            # sink is too, and P = 0. With a huge sink, lse is rounded by more than float32's exp can take.
             p = torch.exp((sinks.float()[:, None] - lse.clamp_min(torch.finfo(lse.dtype).min)).clamp_max(0))
             d_sinks = -(p * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, d_sinks, None, None
 
     @classmethod
     def apply(cls, *inputs):
-        """Of the base, whose error under torch.func tells how to change this class. Costs 0.2 us."""
+        """The base's, but for its error under torch.func, which tells how to change this class. Costs 0.2 us."""
         try:
             return super().apply(*inputs)
         except RuntimeError as error:
@@ -180,7 +180,7 @@ def backward_flops(
 
 
 def _product_flops(q: Size, k: Size | None) -> int:
-    """Of the product of a whole q and k (shapes), or of an equally large one. k None: q is packed."""
+    """FLOPs of the product of a whole q and k (shapes), or of an equally large one. k None: q is packed."""
     if k is None:
         batch, length, _, heads, head_dim = q
         return 2 * batch * heads * length * length * head_dim

@@ -3,7 +3,7 @@
 As in FlashAttention's varlen functions, cu_seqlens_q and cu_seqlens_k say where the queries and the keys of each
 sequence begin, and within a sequence queries are aligned bottom-right. Where both are one tensor, sequences are the
 documents of a row, and every kernel serves. Otherwise they are `cu_seqlens` and `cu_seqlens_k` of a single row, but
-for queries that are of no sequence: those see nothing.
+queries that belong to no sequence see nothing.
 """
 
 import torch
@@ -57,11 +57,11 @@ def _as_row(x: Tensor) -> Tensor:
 def _bounds(
     queries: int, keys: int, offsets: Offsets, options: Options
 ) -> tuple[tuple[Tensor, Tensor], Options]:
-    """The bounds of documents that the kernels get, and the options with them."""
+    """The bounds of documents that the kernels get, and the options that go with them."""
     of_queries, of_keys, used = offsets
     if _are_documents(offsets):
         return document_bounds(of_queries.int(), 1, queries), options
-    # The queries before and behind the sequences form two without a key.
+    # The queries before and after the sequences form two more, without a key.
     of_queries = F.pad(F.pad(of_queries, (1, 0)), (0, 1), value=queries)
     of_keys = torch.cat([of_keys[:1], of_keys, of_keys[-1:]])
     used = used if used is None else F.pad(used, (1, 1))

@@ -20,7 +20,7 @@ from .call import unflatten
 from .masks import block_lists, document_bounds, keys_of_queries
 from .operators import flash_backward, flash_forward
 
-# (placements of the results, of the arguments; None for one that is no tensor), on one dimension of the mesh
+# (placements of the results, of the arguments; None for one that is not a tensor), on one dimension of the mesh
 Way = tuple[list[Any], list[Any]]
 BATCH, HEADS = "batch", "heads"
 
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def of_forward(q: Any, k: Any, v: Any, *asked: Any) -> Sequence[Way]:
-    """Those of `flash_forward`; q, k, v: what DTensor knows of them."""
+    """The ways of `flash_forward`; q, k, v: what DTensor knows of them."""
     low = unflatten(asked)[1].precise_delta
     return [
         ([_of(q, by), _of_scores(by), _of(q, by) if low else Replicate()], _inputs(by, q, k, v, asked))
@@ -46,7 +46,7 @@ def of_forward(q: Any, k: Any, v: Any, *asked: Any) -> Sequence[Way]:
 def of_backward(
     d_out: Any, d_lse: Any, out: Any, lse: Any, out_low: Any, q: Any, k: Any, v: Any, *asked: Any
 ) -> Sequence[Way]:
-    """Those of `flash_backward`."""
+    """The ways of `flash_backward`."""
     ways = []
     for by in _ways(q, k, asked):
         gradients = [_of(q, by), *(Replicate() if k is None else _of(x, by) for x in (k, v)), _of_scores(by)]
@@ -68,7 +68,7 @@ def _ways(q: Any, k: Any, asked: Any) -> list[str | None]:
         return [None]
     heads, kv_heads = (q.shape[3],) * 2 if k is None else (q.shape[1], k.shape[1])
     sizes = [q.mesh.size(each) for each in range(q.mesh.ndim)]
-    # On several dimensions at once DTensor splits nothing into more parts than it has elements.
+    # Over several dimensions of the mesh at once DTensor splits no axis into more parts than it has elements.
     whole = all(kv_heads % size == 0 for size in sizes) and (
         kv_heads % q.mesh.size() == 0 or kv_heads < q.mesh.size()
     )
@@ -83,7 +83,7 @@ def _of(x: Any, by: str | None) -> Any:
 
 
 def _of_scores(by: str | None) -> Any:
-    """Of anything (batch, heads, ...)."""
+    """The placement of anything (batch, heads, ...)."""
     return {BATCH: Shard(0), HEADS: Shard(1), None: Replicate()}[by]
 
 
@@ -111,5 +111,5 @@ def _inputs(by: str | None, q: Any, k: Any, v: Any, asked: Any) -> list[Any]:
 
 
 def replicated(*asked: Any) -> Sequence[Way]:
-    """The way of what makes masks, whose two results are small."""
+    """The way of an operator that makes masks, whose two results are small."""
     return [([Replicate()] * 2, [Replicate() if hasattr(each, "shape") else None for each in asked])]

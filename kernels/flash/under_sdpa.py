@@ -12,9 +12,9 @@ Blackwell SDPA would prefer cuDNN's kernels, so those are switched off for that 
 SDPA offers its flash backend no attn_mask and no float32. transformers' models with attn_implementation="sdpa" pass
 is_causal=True and no mask where no token is padding, so in float16 or bfloat16 they run our kernels; a batch with
 padding, or a model in float32, does not. Nor does one under torch.compile, where transformers always passes a mask: a
-graph cannot ask whether positions begin again (a packed row), and before torch 2.14 none is left out at all. For
+graph cannot ask whether positions begin again (a packed row), and before torch 2.14 transformers never omits one. For
 transformers there is `kernels.register_transformers`, which serves all of these. Unlike SDPA's backend, our kernels
-refuse a head_dim below 16. Of 70,000 sequences, more than a grid's axis has, torch 2.15 asks no flash attention.
+refuse a head_dim below 16. For 70,000 sequences, more than a grid's axis takes, torch 2.15 calls no flash attention.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def activate(dispatch_key: str = "CUDA") -> Override:
 
 
 class Asked(NamedTuple):
-    """What a call asks besides tensors, as torch's operators have it."""
+    """What a call of torch's operators asks besides tensors."""
 
     dropout_p: float
     causal: bool
@@ -147,7 +147,7 @@ def _varlen_backward(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, heads: int, return_debug_mask: bool, **others: object) -> None:
     reason = refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED)
-    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:  # varlen_attn does not look, nor do the kernels
+    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:  # varlen_attn does not check, nor do the kernels
         reason = f"q, k and v must share a head_dim, got {q.shape[-1]}, {k.shape[-1]} and {v.shape[-1]}"
     if heads > LARGEST_GRID:
         reason = f"it takes up to {LARGEST_GRID} heads, not {heads}"
@@ -191,7 +191,7 @@ def _differentiate(
 def _by_batches(
     attend: Callable[..., tuple[Tensor, ...]], asked: Asked, state: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """attend(asked, seed, *tensors); in parts, each with its own seed, if a launch cannot have so many batches."""
+    """attend(asked, seed, *tensors); in parts, each with its own seed, if a launch cannot take that many batches."""
     seed = state[0] if asked.dropout_p else None
     if tensors[0].shape[0] <= LARGEST_GRID:
         return attend(asked, seed, *tensors)

@@ -26,8 +26,8 @@ Tensor = torch.Tensor
 # largest head_dim served -> tile
 FORWARD = {64: Tile(128, 128, 8, 1), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)}
 BACKWARD = {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(16, 16, 8, 1)}
-# Those that sm_90's registers hold, or nearly: the first of each is the above, the fastest on Hopper (LOG.md, which
-# says what 64x32 of the backward at 128 did).
+# Tiles that sm_90's registers hold, or nearly. The first of each is the one above, the fastest on Hopper (LOG.md,
+# which says what the backward's 64x32 at 128 did).
 CANDIDATES = {
     ("forward", 64): (
         FORWARD[64],

@@ -1,8 +1,8 @@
-"""FlashAttention-2 as printed (Dao 2023, arXiv 2307.08691): Algorithm 1 forward, Algorithm 2 backward. And with one
-of its changes undone, to be timed: which statistics are saved, when the output is divided, what warps split.
+"""FlashAttention-2 as printed (Dao 2023, arXiv 2307.08691): Algorithm 1 forward, Algorithm 2 backward. Also with one
+of its changes undone, to be timed: which statistics are saved, when the output is divided, what the warps split.
 
 Queries are in the outer loop forward, keys backward, one program each. dQ is summed by atomic additions, as printed,
-so its last bits vary; `kernels.flash` has a kernel of its own for it.
+so its last bits vary; `kernels.flash` has a kernel of its own for dQ.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Way:
     Attributes:
         lse: the log-sum-exp alone is saved for the backward; else the softmax's maximum and sum (section 3.1).
         once: the output is divided by the sum at the end; else in every step (section 3.1).
-        split_keys: each warp has its own keys of a tile, and what they give is added through shared memory; else its
+        split_keys: each warp has its own keys of a tile, and the results are added through shared memory; else its
             own queries (section 3.3: split-K, split-Q).
         tile: the forward's; None: that of `FORWARD`.
     """
@@ -46,8 +46,8 @@ class Way:
 
 
 PRINTED = Way()
-# At head_dim 64. Of two warps, since Hopper's wgmma, of four, splits queries. A warp that has its own keys has the
-# products of all queries, for which 64 of them take more registers than there are.
+# At head_dim 64. With two warps, since Hopper's wgmma takes four and splits queries. A warp with its own keys holds
+# the products of all queries; with 64 queries these take more registers than there are.
 SPLIT_QUERIES = Way(tile=Tile(64, 32, 2, 2))
 SPLIT_KEYS = tuple(Way(split_keys=True, tile=Tile(rows, 32, 2, 2)) for rows in (64, 32, 16))
 
@@ -138,7 +138,7 @@ def forward_kernel(
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             p = tl.exp2(scores - new_max[:, None])
             tile_sum = tl.sum(p, 1)
-        else:  # a product for each slice of the keys, which Triton gives to a warp each
+        else:  # a product for each slice of the keys, and Triton gives each product to one warp
             k = load_slices(K, first_key, kv_len, stride_kn, SPEC, SLICES)
             v = load_slices(V, first_key, kv_len, stride_vn, SPEC, SLICES)
             each = tl.broadcast_to(q[None, :, :], [SLICES, SPEC.BLOCK_M, SPEC.BLOCK_D])

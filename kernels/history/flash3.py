@@ -1,9 +1,9 @@
 """FlashAttention-3's forward (Shah et al. 2024, section 3) with one of its schedules undone, to be timed (Table 2).
 
     hopper/forward.py   both: a warp loads for two warpgroups that multiply; the product with a block's values and
-                        that with the next keys are issued together, and what softmax ptxas lets run under them does
-                        (here the maximum; the exponentials wait, which was faster: spec.py)
-    "in turn"           that warp, but a block's two products and its softmax one after the other
+                        that with the next keys are issued together, and under them runs as much of the softmax as
+                        ptxas allows (here the maximum; the exponentials wait, which was faster: spec.py)
+    "in turn"           the first alone: a block's two products and its softmax run one after the other
     "unspecialised"     the second alone, with the exponentials under the product with the values: all warps wait for
                         each other, then one of their threads loads
 
@@ -89,7 +89,7 @@ def _prepare_in_turn(q: Tensor, k: Tensor, scale: float) -> Launch:
 
 
 def spec_of(q_len: int, kv_len: int) -> ForwardSpec:
-    """Of the forms in turn: as long sequences have it, for all."""
+    """The Spec of "in turn": that of long sequences, at every length."""
     return specify(HEAD_DIM.value, False, max(q_len, DYNAMIC_FROM), kv_len)
 
 
@@ -115,7 +115,7 @@ def _describe_unspecialised(*moved: Tensor) -> tuple[Descriptor, ...]:
 def attend_in_turn(
     index, ordinal, rings, stage, phase, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
-    """As `attend` of hopper/forward.py, which see: all but what the loop does is as there."""
+    """As `attend` of hopper/forward.py, except for what the loop does."""
     dtype: gl.constexpr = rings.q.tiles.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.HEAD_DIM, 16])
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
@@ -166,7 +166,7 @@ def consume_in_turn(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexp
 def in_turn_kernel(
     q_desc, k_desc, v_desc, out_desc, Lse, Counter, q_len, kv_len, heads, batches, tiles, scale, SPEC: gl.constexpr
 ):  # fmt: skip
-    """As `hopper_forward_kernel`, which has the arguments, of a call without a mask and with claimed tiles."""
+    """As `hopper_forward_kernel`, which describes the arguments, for a call without a mask and with claimed tiles."""
     rings = Rings(
         make_ring(q_desc, SPEC.Q_SLOTS, 1),
         make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS),
@@ -194,7 +194,7 @@ def in_turn_kernel(
 
 @gluon.jit
 def load_block(desc, passed, last, head, batch, tiles, barriers):
-    """One thread starts the load of the block of keys or values behind `passed` others, the last block first, if
+    """One thread starts to load the block of keys or values after `passed` others, counted from the last block, if
     there is one. No warp may still read what was in its place."""
     if passed <= last:
         stage = passed % STAGES

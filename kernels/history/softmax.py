@@ -103,7 +103,7 @@ def topk_kernel(X, Values, Indices, length, k, SLOTS: tl.constexpr, BLOCK: tl.co
         largest, sums = online(largest, sums, x)
         # Clamp to LOWEST, above the -inf beyond the row's end, so that an element of -inf keeps its index.
         x = tl.where(first + tl.arange(0, BLOCK) < length, tl.maximum(x, LOWEST), float("-inf"))
-        # Replace the worst of the k by the best of this block, as long as that is better.
+        # Replace the worst of the k by the best of this block while that is better.
         least = tl.min(values, 0)
         best = tl.max(x, 0)
         while best > least:

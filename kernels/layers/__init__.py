@@ -10,9 +10,9 @@
 
     from kernels.layers.linear_gelu import linear_gelu
 
-They support backward() and torch.autograd.grad; torch.func's grad and jvp raise an error, except of `linear`. What
-takes a weight's gradient past autograd is in sums.py, and the optimizer's step in adamw.py. The files import triton;
-this module does not, so that it can say without triton that it is missing.
+They support backward() and torch.autograd.grad; torch.func's grad and jvp raise an error, except for `linear`.
+sums.py takes weights' gradients past autograd; adamw.py has the optimizer's step. The files import triton; this
+module does not, so that it can say that triton is missing.
 """
 
 import os

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 # first guess, made without a GPU, took 162 and 235 (LOG.md).
 FORWARD = Tile(rows=1, columns=16, warps=16, stages=1)
 BACKWARD = Tile(rows=2, columns=4, warps=16, stages=3)
-# Elements of a tensor that the row loop may prefetch: 96 KB of three float32 ones, which each GPU from sm_80 on has.
+# Elements of a tensor that the row loop may prefetch: 96 KB for three in float32, which every GPU from sm_80 on has.
 BUFFERED = 8192
 WIDE = 16384  # columns from which a program has 32 warps, for their registers
 

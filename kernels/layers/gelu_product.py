@@ -3,14 +3,14 @@
     forward    pre = x @ weight.T, out = GELU(pre + bias)                    x (M, K), weight (N, K)
     backward   d_pre = (d_out @ weight) * GELU'(pre + bias), and d_bias      d_out (M, K), weight (K, N)
 
-As kernels of their own, GELU and its derivative move 2 and 3 elements for each of the hidden layer, while the tensor
-cores rest. For 65,536 tokens of GPT-2 small in bfloat16, on an H100, the forward takes 531 us here and 774 as torch's
-product and our kernel, of which 485 are the product's; the backward 603 and 904 (474). kernels/log/step.md has more.
+As kernels of their own, GELU and its derivative move 2 and 3 elements per element of the hidden layer, while the
+tensor cores rest. For 65,536 tokens of GPT-2 small in bfloat16 on an H100, the forward takes 531 us here and 774 as
+torch's product (485) and our kernel; the backward takes 603 and 904 (474). kernels/log/step.md has more.
 
-Persistent and warp-specialised. Two consumer warpgroups have every other tile of 128 x 128 each: one multiplies while
+Persistent and warp-specialised. Two consumer warpgroups take every other tile of 128 x 128 each: one multiplies while
 the other is in its epilogue, and they hand the tensor cores to each other (`turns`). A producer warp loads slabs of K
 into a ring by TMA. An epilogue goes by parts of PART columns, which leave through shared memory and TMA. In the
-backward one more warp a consumer loads parts of pre, whose place d_pre then takes.
+backward each consumer has one more warp, which loads parts of pre; d_pre then takes their place.
 """
 
 from dataclasses import dataclass
@@ -115,8 +115,8 @@ class Shared(NamedTuple):
     b: gl.shared_memory_descriptor  # (STAGES, TILE, SLAB), backward (STAGES, SLAB, TILE)
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    turns: gl.shared_memory_descriptor  # one a consumer: that it may begin its next tile
-    # (2 * PLACES, TILE, PART), one consumer's behind the other's; backward: a Ring of them
+    turns: gl.shared_memory_descriptor  # one for each consumer: it may begin its next tile
+    # (2 * PLACES, TILE, PART), one consumer's after the other's; backward: a Ring of them
     parts: gl.shared_memory_descriptor | Ring
 
 
@@ -249,7 +249,7 @@ def finish(
 
 @gluon.jit
 def wait_for_place(SPEC: gl.constexpr):
-    """Forward: until TMA has read what was in the place that is next."""
+    """Forward: wait until TMA has read what was in the next place."""
     tma.store_wait(SPEC.PLACES - 1)
     gl.barrier()
 

@@ -92,7 +92,7 @@ def add_norm(
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator: x + dropout(update + bias), like x; its norm, like update; mean and 1 / standard deviation,
-    float32 (2, ...) for x (..., width), of an RMSNorm 1 / root mean square alone, (1, ...)."""
+    float32 (2, ...) for x (..., width); for an RMSNorm 1 / root mean square alone, (1, ...)."""
     check_device("linear_add_norm", x.device.type)
     results = _forward_like(x, update, rms)
     bias, shift = (x if x is None else x.contiguous() for x in (bias, shift))
@@ -157,7 +157,7 @@ class _AddNorm(torch.autograd.Function):
 
 def _forward_like(x: Tensor, update: Tensor, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised results of `add_norm`."""
-    shape = x.shape  # its rows are not counted with numel(), which makes a number of a symbolic length
+    shape = x.shape  # its rows are not counted with numel(), which turns a symbolic length into a number
     return (
         x.new_empty(shape),
         update.new_empty(shape),

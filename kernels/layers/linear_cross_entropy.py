@@ -135,7 +135,7 @@ def _forward(
 
     Gradients of the sum, not the mean, because softmax - 1 is in float16's range and a small fraction of it may
     underflow. Those in weight and bias are float32, since a sum over rows may overflow float16. Without
-    `with_gradient` they are empty. total: what the backward adds weight's to, which autograd then does not get.
+    `with_gradient` they are empty. total: what the backward adds weight's to, instead of giving it to autograd.
     """
     check_device("linear_cross_entropy", hidden.device.type)
     loss, *gradients, divisor = results = _empty_results(hidden, weight, bias, with_gradient)
@@ -158,7 +158,7 @@ def _by_chunks(
     gradients: list[Tensor] | None = None,
     shares: Tensor | None = None,
 ) -> None:
-    """Write each row's loss to losses, and to `gradients`, those of hidden, weight and bias, that of their sum.
+    """Write each row's loss to losses, and the gradients of their sum in hidden, weight and bias to `gradients`.
 
     shares: (rows, 1), each row's factor in the gradients of weight and bias.
     """
@@ -206,7 +206,7 @@ def _empty_results(
 
 
 def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    # Contiguous whatever the operands are: into one row with strides (1, 1) torch 2.13's addmm fails on a GPU.
+    # Contiguous whatever the operands are: torch 2.13's addmm fails on a GPU if it writes a row with strides (1, 1).
     d_weight = weight.new_empty(weight.shape, dtype=torch.float32)
     d_bias = weight.new_empty(0 if bias is None else bias.shape[0], dtype=torch.float32)
     return hidden.new_empty(hidden.shape), d_weight, d_bias
@@ -329,7 +329,7 @@ _rows_forward.register_autograd(_rows_backward, setup_context=_save_rows)
 
 
 def _product_flops(hidden: Size, weight: Size) -> int:
-    """Of all logits, and of either gradient: FlopCounterMode counts as for torch's layers, but all in the forward."""
+    """FLOPs of all logits, and of either gradient: counted as for torch's layers, but all in the forward."""
     return 2 * hidden[0] * hidden[1] * weight[0]
 
 

@@ -22,7 +22,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Terms(NamedTuple):
-    """What the loss of a row is besides its NLL; 0 for none."""
+    """What the loss of a row has besides its NLL; 0 for none."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -74,8 +74,8 @@ def softmax_gradient_kernel(
     whole = vocab_size // (DEPTH * LANES) * (DEPTH * LANES)
 
     # Pass 1: maximum and sum of exponentials, online (Milakov and Gimelshein 2018, arXiv 1805.02867), separately for
-    # each lane: one reduction over lanes at the end instead of two per step. The maximum is subtracted before log2(e)
-    # is multiplied, and is not merged with the sum: near 1e5 either would be rounded by a hundredth.
+    # each lane: one reduction over lanes at the end instead of two per step. The maximum is subtracted before the
+    # factor log2(e), and is not merged with the sum: near 1e5 either would be rounded by a hundredth.
     lane_max = tl.full([LANES], LOWEST, tl.float32)
     lane_sum = tl.zeros([LANES], tl.float32)
     if SMOOTHING > 0:  # the sum of z[target] - z, which does not lose what the logits have in common
@@ -99,7 +99,7 @@ def softmax_gradient_kernel(
     at_target = capped(tl.load(Logits + target, mask=known, other=float("nan")).to(tl.float32), SOFTCAP)
     Losses += row
     loss = (row_max - at_target) + log_sum * LN_2
-    growth = 1.0  # of the softmax in the gradient, by the z-loss
+    growth = 1.0  # the z-loss's factor of the softmax in the gradient
     if Z_LOSS > 0:
         lse = row_max + log_sum * LN_2
         loss += Z_LOSS * lse * lse
@@ -109,7 +109,7 @@ def softmax_gradient_kernel(
     tl.store(Losses, tl.where(counts, loss, 0.0))
 
     # Pass 2: d NLL / d logit = softmax, minus 1 at the target; 0 in the padding and in ignored rows. Label smoothing
-    # takes as much from every logit, in sum SMOOTHING, and that much less at the target.
+    # subtracts the same from every logit, SMOOTHING in all, and SMOOTHING less at the target.
     if WITH_GRADIENT:
         tl.debug_barrier()  # every thread has read its logit at the target
         shift = tl.where(counts, log_sum, float("inf"))

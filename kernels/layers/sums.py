@@ -3,11 +3,11 @@
 Under autocast, autograd computes a weight's gradient in 16 bits, casts it, and adds it to what earlier micro-steps
 have left: 20 bytes of traffic an element. A matrix product that adds to a float32 matrix moves 8, and rounds nothing
 to 16 bits. On an H100 this saves 3 of 127 ms in a step of GPT-2 small with four micro-steps (kernels/log/step.md); on
-several GPUs, whose last micro-step goes without it, the gain was not measured by itself.
+several GPUs, whose last micro-step goes without it, the gain was not measured separately.
 
-`training.cuda_graphs` asks for it, a weight at a time, and it is done for forwards in `summing()`. weight.grad must
-be there, and what the weight multiplies must need a gradient, or there is no backward. Hooks of the weight do not see
-its gradient, so the forward of a DistributedDataParallel, whose hooks wait for one, is in none.
+`training.cuda_graphs` asks for it, a weight at a time, and it applies to forwards in `summing()`. weight.grad must
+exist, and what the weight multiplies must need a gradient, or there is no backward. Hooks of the weight do not see
+its gradient, so a DistributedDataParallel, whose hooks wait for one, has its forward outside of `summing()`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ _summing = False
 
 @contextmanager
 def summing() -> Iterator[None]:
-    """Backwards of the forwards in it add to weight.grad. torch.compile sees the `with` if that is compiled too."""
+    """The backwards of forwards in it add to weight.grad. torch.compile sees the `with` if that is compiled too."""
     global _summing
     before, _summing = _summing, True
     try:
@@ -37,7 +37,7 @@ def sum_in_place(weight: Tensor) -> None:
 
 
 def sum_in_product(weight: Tensor, dtype: torch.dtype) -> None:
-    """Likewise `linear`'s. It multiplies by a copy in `dtype`, autocast's, which `next_sums` brings up to date."""
+    """Likewise for `linear`, which multiplies by a copy in `dtype` (autocast's) that `next_sums` updates."""
     sum_in_place(weight)
     weight.low = weight.detach().to(dtype)  # type: ignore[attr-defined]
     torch._dynamo.mark_static_address(weight.low)  # type: ignore[attr-defined]
@@ -47,10 +47,10 @@ def sum_in_product(weight: Tensor, dtype: torch.dtype) -> None:
 def next_sums(weights: Iterable[Tensor], cast: bool = True) -> None:
     """After an optimizer's step: cast the weights that `linear` uses, once for all micro-steps that follow.
 
-    cast: the step has not done so (adamw.py).
+    cast: False if the step has done so (adamw.py).
 
-    In its first two steps DistributedDataParallel moves gradients into buckets, as other tensors. torch compares
-    addresses before a replay, and records again; what it compiles from then on needs the mark.
+    In its first two steps DistributedDataParallel moves gradients into buckets, which are other tensors. torch
+    compares addresses before a replay, and records again; what it compiles from then on needs the mark.
     """
     summed = [weight for weight in weights if hasattr(weight, "summed")]
     for weight in summed:

@@ -2,7 +2,7 @@
 
     mine = shard_positions(length, dist.get_rank(), dist.get_world_size())  # what this rank holds
     q, k, v = (x[:, :, mine] for x in (q, k, v))  # each (batch, heads, length / ranks, head_dim)
-    out = ring_attention(q, k, v)  # out like q; the backward returns what all ranks' losses ask of q, k and v
+    out = ring_attention(q, k, v)  # out like q; the backward returns the gradients of all ranks' losses in q, k and v
 
 Ring Attention (Liu et al. 2023, arXiv 2310.01889), with the blocks of the causal mask shared out evenly: the sequence
 is cut into twice as many chunks as there are ranks, and rank r holds chunks r and 2 * ranks - 1 - r, the "zigzag" of

@@ -40,11 +40,11 @@ def ring_attention(
 
     Every rank of the group calls it with its own part, all of one shape. Each rank then has its part of the output,
     and after the backward the gradient of its parts, to which the other ranks' losses have contributed. Equal runs
-    give equal bits; where keys are gathered, as far as the group's reduce-scatter does.
+    give equal bits; where keys are gathered, only if the group's reduce-scatter does.
 
     Memory beyond inputs and outputs: a float32 tensor like q, what one call of attention returns, and the keys and
-    values of two ranks; in the backward three float32 tensors like k and v more. No rank holds the keys of all.
-    Where they are gathered each does, for a moment twice, and in the backward twice their gradients in float32.
+    values of two ranks; in the backward three more float32 tensors like k and v. No rank holds the keys of all. Where
+    they are gathered, each does, for a moment twice, and in the backward also their gradients twice, in float32.
 
     Args:
         q: (batch, heads, length / ranks, head_dim), float16, bfloat16 or float32, and with attention="naive" float64.
@@ -54,7 +54,7 @@ def ring_attention(
         scale: of the scores; None: 1/sqrt(head_dim).
         attention: what computes the blocks, flash or naive. tier: which of flash's kernels, see `flash.dispatch`.
         gather_keys: the ranks exchange all keys and values at once (`gathered`), instead of a rank's at a time. None:
-            where a sequence is so short that a ring would wait for the host (`gathers_keys`). Without cu_seqlens.
+            where a sequence is so short that a ring would wait for the host (`gathers_keys`). Not with cu_seqlens.
         cu_seqlens: offsets of packed documents in the batch * length tokens of the whole sequences, as
             `kernels.features` describes them, the same on every rank. Needs causal. The host waits for the device.
         features: refused, unless they have the value that means "not used".
@@ -94,7 +94,7 @@ def ring_attention(
     own = spans = None
     if cu_seqlens is not None:
         batch, length = q.shape[0], q.shape[2] * ring.size
-        # As for flash, tokens before the first offset or behind the last one form documents too.
+        # As for flash, tokens before the first offset or after the last one form documents too.
         cu_seqlens = F.pad(F.pad(cu_seqlens, (1, 0)), (0, 1), value=batch * length)
         spans = spans_of(cu_seqlens, batch, length, ring.size)
         own = own_offsets(cu_seqlens, batch, length, ring.rank, ring.size)
@@ -138,7 +138,7 @@ _around: Callable[[], AbstractContextManager[object]] = nullcontext
 def passes_within(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Have each pass run in an `around()`: a rank that waits for others does so there.
 
-    torch.compile does not see it. What replays CUDA graphs calls it while it records, and not again.
+    torch.compile does not see it. With CUDA graphs it is called while they are recorded, not when they are replayed.
     """
     global _around
     before, _around = _around, around

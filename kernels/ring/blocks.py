@@ -1,13 +1,13 @@
 """Which part of a sequence a rank holds, and which of its queries see which keys of another rank.
 
-Cut into 2 * ranks chunks, rank r holds chunks r and 2 * ranks - 1 - r. Under the causal mask its two chunks then see
-as many keys together as those of any other rank, and with every other rank's keys it has the same work:
+Of 2 * ranks chunks, rank r holds chunks r and 2 * ranks - 1 - r. Under the causal mask its two chunks then see as
+many keys together as those of any other rank, and with every other rank's keys it has the same work:
 
     keys of a lower rank    all queries see the first chunk, none the second
     keys of a higher rank   the queries of the second chunk see both, those of the first none
 
-Packed documents leave of two chunks only the one document that reaches from one into the other: some last keys of the
-earlier chunk and some first queries of the later one, where every query sees every key.
+With packed documents two chunks share only the one document that reaches from one into the other: some last keys of
+the earlier chunk and some first queries of the later one, where every query sees every key.
 """
 
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ class Block(NamedTuple):
 def shard_positions(length: int, rank: int, ranks: int) -> Tensor:
     """The positions in a sequence of `length` tokens that a rank holds, ascending: int64 (length / ranks,).
 
-    x[:, positions] is a rank's part of x (batch, length). Raises ValueError unless 2 * ranks divides length, and
-    for a rank that is none of them.
+    x[:, positions] is a rank's part of x (batch, length). Raises ValueError unless 2 * ranks divides length and
+    rank is one of the ranks.
     """
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must be 0 to {ranks - 1}, one of {ranks} ranks, got {rank}")
@@ -70,7 +70,7 @@ class Layout:
         self.spans: list[list[list[int]]] = [] if spans is None else spans.tolist()
 
     def own(self) -> tuple[list[Block], list[Block]]:
-        """This rank's queries with its own keys, in two parts: what computes while its keys leave, and while their
+        """This rank's queries with its own keys, in two parts: what to compute while its keys leave, and while their
         gradients come home. Under the causal mask the first is a quarter of the work."""
         if self.documents:
             return self.between(self.rank), [self.own_whole()]

@@ -21,7 +21,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Whole(NamedTuple):
-    """What a backward takes of the whole attention, for a block's queries (batch, heads, queries, ...)."""
+    """What a backward needs from the whole attention, for a block's queries (batch, heads, queries, ...)."""
 
     d_out: Tensor
     d_lse: Tensor | None
@@ -29,7 +29,7 @@ class Whole(NamedTuple):
     lse: Tensor
 
     def of(self, block: Block) -> Whole:
-        """That of the block's queries."""
+        """The same for the block's queries alone."""
         d_lse = None if self.d_lse is None else block.of_queries(self.d_lse)
         return Whole(
             block.of_queries(self.d_out), d_lse, block.of_queries(self.out), block.of_queries(self.lse)
@@ -37,7 +37,7 @@ class Whole(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What of a block is seen: under the causal mask, and of packed documents its own (`cu_seqlens`)."""
+    """What is seen of a block: under the causal mask, and with packed documents a token's own (`cu_seqlens`)."""
 
     causal: bool
     cu_seqlens: Tensor | None = None

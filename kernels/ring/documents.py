@@ -35,6 +35,6 @@ def spans_of(cu_seqlens: Tensor, batch: int, length: int, ranks: int) -> Tensor:
 
 
 def _first_of(cu_seqlens: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token of each token's document, and the first one behind it."""
+    """The first token of each token's document, and the first one after it."""
     index = torch.searchsorted(cu_seqlens, tokens, right=True)
     return cu_seqlens[index - 1], cu_seqlens[index]

@@ -13,7 +13,7 @@ from .compute import Gradients, Whole
 from .group import RingGroup
 from .passes import Pass, _inputs, _wide
 
-# FLOPs of a ring's step in the causal forward. Over four H200s, with 12 heads of 64, keys gathered took 0.85 of the
+# FLOPs of a ring's step in the causal forward. Over four H200s, with 12 heads of 64, gathering took 0.85 of the
 # ring's time, both passes, at 1.0e11 (8,192 tokens a rank), 1.00 at 4.1e11 and 1.17 at 1.6e12 (kernels/log/ring.md).
 RING_FROM = 2e11
 # Numbers in the keys and values of all ranks. The backward holds 12 bytes of each for a moment: 1.8 GB.
@@ -21,7 +21,7 @@ AT_MOST = 1.5e8
 
 
 def gathers_keys(batch: int, heads: int, length: int, head_dim: int, ranks: int) -> bool:
-    """Whether to gather: a ring with so little to compute in a step waits for the host, and the keys of all fit.
+    """Whether to gather: a ring would wait for the host, with so little to compute in a step, and all keys fit.
 
     length: the tokens of a rank. heads: of the queries; keys may have fewer.
     """
@@ -43,7 +43,7 @@ def forward(how: Pass, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 def backward(how: Pass, whole: Whole, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """dq, dk and dv of this rank's q, k and v. `whole` is over the keys of all ranks.
 
-    Keys and values are gathered again: kept, they would be those of the whole sequence for every layer.
+    Keys and values are gathered again; to keep them would be to keep the whole sequence's for every layer.
     """
     keys, values = gather(how.ring, k, v)
     dq = torch.empty_like(q)

@@ -35,7 +35,7 @@ class RingGroup:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def source(self, step: int) -> int:
-        """The rank whose tensors are here after so many steps."""
+        """The rank whose tensors are here after that many steps."""
         return (self.rank - step) % self.size
 
     def pass_on(self, tensor: torch.Tensor) -> Arriving:
@@ -62,7 +62,7 @@ class RingGroup:
         return received
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of this rank's part of a contiguous tensor, which the first axis is cut into."""
+        """This rank's part, cut along the first axis, of the sum over the ranks of a contiguous tensor."""
         mine = parts.new_empty((parts.shape[0] // self.size, *parts.shape[1:]))
         reduce_scatter(mine, parts, group=self.group)
         return mine

@@ -58,7 +58,7 @@ def backward(how: Pass, whole: Whole, q: Tensor, k: Tensor, v: Tensor) -> Gradie
     """dq, dk and dv of this rank's q, k and v. `whole` is over the keys of all ranks.
 
     The gradient of keys and values travels one step behind them, a sum to which each rank adds, and is home after the
-    last. A rank's own keys are computed in two parts, so that neither the first journey nor the last is waited for.
+    last. A rank's own keys are computed in two parts, which overlap the first transfer and the last.
     """
     ring = how.ring
     dq = torch.zeros_like(q, dtype=_wide(q))
@@ -98,5 +98,5 @@ def _inputs(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What parts are summed in."""
+    """The dtype that parts are summed in."""
     return torch.promote_types(x.dtype, torch.float32)

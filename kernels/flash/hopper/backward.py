@@ -10,8 +10,8 @@ warps accumulate it in global memory (dq.py).
 dQ of a tile needs dS of both warpgroups, which would have to synchronise in every step. In long loops (DQ_DELAY) dQ's
 product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
-Covers plain attention with or without dropout (dropout.py), key padding (padding.py) with or without it, windows and
-documents under the causal mask (bounds.py), block masks (block_masks.py), softcap and ALiBi (score_mods.py).
+Covers plain attention and key padding (padding.py), with or without dropout (dropout.py), windows and documents under
+the causal mask (bounds.py), block masks (block_masks.py), softcap and ALiBi (score_mods.py).
 Everything else is left to the portable kernels (portable/). With grouped heads, every query head has its own work
 items, and its own dK and dV.
 """
@@ -178,7 +178,7 @@ def consume(
             arrive(shared.kv_empty)
         # Recomputed: kept live through the loop it would take registers.
         index = opaque(index)
-        if SOFTCAP > 0 or slope is not None:  # read again, too: it is the register that these lack
+        if SOFTCAP > 0 or slope is not None:  # read again too, to free the register that these lack
             index = read_claim(shared.claims, ordinal)
         item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         if DROP is not None:
@@ -212,8 +212,8 @@ def process_query_tile(
     stage = tile % STAGES
     phase = tile // STAGES & 1
     # Always 0, but the compilers cannot tell. Otherwise they hoist the wgmma descriptors of the loop-invariant
-    # operands out of the loop, more than there are uniform registers, and spill them. At head_dim 64 without the
-    # delay only dQ's product needs it (LOG.md).
+    # operands out of the loop, which are more than there are uniform registers, and spill them. At head_dim 64
+    # without the delay only dQ's product needs it (LOG.md).
     MODIFIED: gl.constexpr = SOFTCAP > 0 or slope is not None
     opaque_zero = tile >> 30 if MODIFIED else (step + sizes.q_len) >> 31  # q_len takes a register
     kv_index = opaque_zero if HEAD_DIM > 64 or DQ_DELAY else 0
@@ -225,7 +225,7 @@ def process_query_tile(
     mbarrier.wait(shared.queries.full.index(stage), phase)
     s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
-    # dP under the exponentials, or behind dV: with a score modifier beside it, up to 44 B are spilled at head_dim 64.
+    # dP runs under the exponentials; with score modifiers at head_dim 64, after dV, or up to 44 B are spilled.
     EARLY: gl.constexpr = DROP is None and not (MODIFIED and HEAD_DIM == 64)
     if EARLY:
         dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -247,7 +247,7 @@ def process_query_tile(
         delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
         ds = (of_ds * (dp - delta[None, :])).to(dtype)
     else:
-        # The mask is drawn before dP exists, and dP computed after dV: with both at once, up to 180 B are spilled.
+        # The mask is drawn before dP exists, and dP computed after dV; otherwise up to 180 B are spilled.
         p = negate(p, draw, DROP)
         rounded_p = unpack(pack_positive(p, dtype), dtype, dv.type.layout)
         dv = warpgroup_mma_wait(0, [warpgroup_mma(rounded_p, d_out, dv, is_async=True)])

@@ -5,10 +5,10 @@ block of queries. The kernel is persistent: one program for each SM takes one it
 first tiles are prefetched while the warps finish the current one. With one program for each item, an item took 14 to
 30 us at 512 to 2048 causal tokens, 5 of them before and after its steps (LOG.md).
 
-Heads come in groups. Under the causal mask the heads before `tail_head` go upwards: later keys first, and from the
-diagonal up, so that no item waits for another's dQ (dq.py) and a group may be as small as fits the L2 cache. Other
-items go by ascending keys and downwards, whose longest come first: the last group, since the GPU is then busy to
-the end. By count (132 programs) all upwards took 1.05 of the mean, this order 1.02.
+Heads come in groups. Under the causal mask the heads before `tail_head` go upwards: later keys first, and each item
+from the diagonal on. So no item waits for another's dQ (dq.py), and a group can be small enough for the L2 cache. All
+others, and so the last group, go downwards, earlier keys first: the longest items come first, which keeps the GPU
+busy to the end. By count (132 programs) all upwards took 1.05 of the mean, this order 1.02.
 """
 
 from typing import NamedTuple
@@ -29,8 +29,8 @@ BLOCK_M = {64: 128, 128: 64}
 
 
 class BackwardSizes(NamedTuple):
-    """The problem sizes of a launch. The host passes derived values too: computed in the kernel, ptxas would keep
-    them in registers and spill them."""
+    """The problem sizes of a launch. The host passes derived values too: if the kernel computed them, ptxas would
+    keep them in registers and spill them."""
 
     heads: gl.tensor
     flat_heads: gl.tensor  # batch * heads

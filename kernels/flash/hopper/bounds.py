@@ -16,7 +16,7 @@ class Bounds(NamedTuple):
     # Begin and end (exclusive) of each token's document: int32 (batch, length), or None.
     DocumentStart: gl.tensor
     DocumentEnd: gl.tensor
-    # A query's index less that of its first key: the window's left side less kv_len - q_len, which may be below 0.
+    # A query's index minus that of its first key: the window's left side minus (kv_len - q_len). May be negative.
     left: gl.tensor
     length: gl.tensor  # queries; with documents, keys too
 

@@ -7,7 +7,7 @@ all blocks of keys that its queries see and that come earlier have been added. T
 claimed by running programs (scheduler.py), so the wait cannot deadlock (tests/kernels/test_hopper_orders.py).
 
 Ascending order suits the causal mask: earlier keys are seen by the most queries, so the longest items run first and
-the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or behind that
+the GPU is busy to the end. Block masks aside, an item starts at its last block of queries, which is at or after that
 of the item before it, and so follows that item through the queries; two dQ tiles in shared memory let it lag.
 
 Also here, in plain Triton: the pass before the kernel, which computes delta and resets the counters, and the pass
@@ -60,7 +60,7 @@ RELEASE = gl.constexpr("""{
 
 @gluon.jit
 def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
-    """Issue the product of a (HALF, HALF) part of a dQ tile: half of its queries, or if they are 64 of its dims."""
+    """Issue the product of a (HALF, HALF) part of a dQ tile: half of its queries or, if it has 64, of its dims."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     if ds_tile.shape[1] > HALF:
         ds_tile = ds_tile.slice(WHICH * HALF, HALF, dim=1)
@@ -155,8 +155,8 @@ def reduce_dq(
 
 @gluon.jit
 def turns_of(item, row_block, sizes, BLOCK_M: gl.constexpr):
-    """The first turn of a block of queries, and this work item's: its block of keys, upwards counted from the last
-    one that the queries see; or that block's position in the queries' list."""
+    """The first turn of a block of queries, and this work item's: its block of keys (going upwards, counted from the
+    last one that the queries see), or that block's position in the queries' list."""
     first = 0
     turn = item.key_block
     if item.upwards is not None:
@@ -167,7 +167,7 @@ def turns_of(item, row_block, sizes, BLOCK_M: gl.constexpr):
     if sizes.bounds is not None:
         first = first_keys(row_block * BLOCK_M, item.batch, sizes.bounds) // KEYS
     if sizes.blocks is not None:
-        # Behind its own list, a block of keys has its positions in the lists of the queries (`masks.block_lists`).
+        # After its own list, a block of keys has its positions in the lists of the queries (`masks.block_lists`).
         List = list_of(item.key_block, item.head, item.batch, sizes.blocks)
         behind = 1 + sizes.blocks.width // 2
         turn = gl.load(
@@ -222,7 +222,7 @@ def delta_kernel(
         if DocumentStart is not None:
             first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
         tl.store(Turns + flat_head * tl.num_programs(1) + block, first // KEYS)
-        if flat_head + block == 0:  # the work item counter is stored behind the turns
+        if flat_head + block == 0:  # the work item counter is stored after the turns
             tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 
 

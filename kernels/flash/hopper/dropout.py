@@ -80,8 +80,8 @@ def negate(p, draw, DROP: gl.constexpr):
     layout: gl.constexpr = p.type.layout
     keys = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    # A difference is an instruction. Since triton 3.8 -p is none, and ptxas puts the choice off until it is used,
-    # keeping its predicates, at a cost of 290 to 408 B spilled at head_dim 64 (LOG.md).
+    # The subtraction is an instruction. Since triton 3.8 -p is not, so ptxas defers the choice until it is used, and
+    # keeps its predicates: 290 to 408 B are spilled at head_dim 64 (LOG.md).
     return gl.where(is_kept(draw.first_row, rows, draw.first_key, keys, draw, DROP), p, 0.0 - p)
 
 

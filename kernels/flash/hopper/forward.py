@@ -66,7 +66,7 @@ def next_position(stage, phase, STAGES: gl.constexpr):
 def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC: gl.constexpr):
     """Load the index-th tile of queries, then all blocks of keys and values that it sees, the last block first.
 
-    Returns the ring position (stage, phase) behind the last block.
+    Returns the ring position (stage, phase) after the last block.
     """
     first_row, head, batch = decode_tile(index, sizes, SPEC)
     for which in gl.static_range(SPEC.CONSUMERS):
@@ -167,8 +167,8 @@ def pipelined_step(
     next_stage, next_phase = next_position(stage, phase, SPEC.STAGES)
     scores = issue_qk(rings, slot, next_stage, next_phase, SPEC.BLOCK_N)
     if SPEC.DROP is not None:
-        # Between two waits, across which ptxas moves nothing: it would draw before Q K^T, or after its end. With
-        # head_dim 128 the first wait costs registers, and up to 20 B are spilled.
+        # Drawn between two waits, across which ptxas moves nothing; else it would draw before Q K^T, or after its
+        # end. With head_dim 128 the first wait costs registers, and up to 20 B are spilled.
         if rings.q.tiles.shape[4] == 64:
             mbarrier.wait(rings.k.full.index(next_stage), next_phase)
         draw = Draw(gl.load(sizes.Seed), batch, head, first_row, first_key)
@@ -228,8 +228,8 @@ def attend(
     mbarrier.wait(rings.q.full.index(slot), q_phase(ordinal, WHICH, SPEC))
 
     scores = issue_qk(rings, slot, stage, phase, SEEN)
-    # Released here, the slot's next Q comes sooner than below: 0.92 to 1.00 of the time where tiles are dealt, up to
-    # 1.01 where they are claimed (LOG.md).
+    # Released here rather than below, the slot gets its next Q sooner: 0.92 to 1.00 of the time if tiles are
+    # scheduled statically, up to 1.01 if dynamically (LOG.md).
     if SPEC.OUT_BY_TMA and not SPEC.DYNAMIC:
         release_stored(ordinal, rings, WHICH, SPEC)
     words: gl.constexpr = None

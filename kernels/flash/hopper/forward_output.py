@@ -1,6 +1,6 @@
 """How the Hopper forward's output leaves: by TMA from the slot of its Q, or stored by its threads (spec.py).
 
-By TMA, the slot is released a tile later, when the store has read it, so that nobody waits for that.
+With TMA, the slot is released a tile later, when the store has read it, so that no warp waits for the store.
 """
 
 from typing import NamedTuple
@@ -80,14 +80,14 @@ def store_rows(Out, tile, output, first_row, head, batch, sizes, SPEC: gl.conste
         mask = mask & (dims < SPEC.HEAD_DIM)
     TWICE: gl.constexpr = SPEC.SOFTCAP > 0 and output.OutLow is not None
     if SPEC.DROP is not None or sizes.Slopes is not None or TWICE:
-        # Plus 0, unknown to the compilers, which would compute addresses before all tiles, and spill them.
+        # Adds 0, but the compilers cannot tell; else they compute addresses before all tiles, and spill them.
         rows += opaque(first_row) - first_row
     gl.store(Out + rows * output.stride_m + dims, tile, mask=mask)
 
 
 @gluon.jit
 def release_stored(ordinal, rings, WHICH: gl.constexpr, SPEC: gl.constexpr):
-    """If SPEC.OUT_BY_TMA: once out of the tile before has left its slot of Q, release the slot."""
+    """If SPEC.OUT_BY_TMA: once the previous tile's out has left the slot of its Q, release the slot."""
     tma.store_wait(0)
     gl.barrier()  # above head_dim 64 two warps have stored a half each, and one thread arrives
     before = q_slot(gl.maximum(ordinal - 1, 0), WHICH, SPEC)

@@ -16,8 +16,8 @@ ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
 
 
 def _rows_layout(columns: int) -> gl.constexpr:
-    """Layout in which 64 x columns results are stored where shared memory has no room for them. Each warp has the
-    rows that it has after wgmma, so that one shuffle for four elements gets there. A thread stores 8 bytes, its
+    """Layout in which 64 x columns results are stored where shared memory has no room for them. Each warp keeps the
+    rows that it has after wgmma, so that one shuffle for four elements is enough. A thread stores 8 bytes, its
     neighbours the rest of 32."""
     further = [[0, 16 << each] for each in range(columns.bit_length() - 5)]
     lanes, warps = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
@@ -92,7 +92,7 @@ def count_static_tiles(sizes):
 
 @gluon.jit
 def count_key_blocks(rows, end, sizes, SPEC: gl.constexpr):
-    """How many of the keys before `end`, in blocks, the first `rows` rows see; at least 1, maybe fully masked."""
+    """How many blocks of the keys before `end` the first `rows` rows see; at least 1, which may be fully masked."""
     if SPEC.CAUSAL:
         end = gl.minimum(end, rows + sizes.kv_len - sizes.q_len)
     return gl.maximum(gl.cdiv(end, SPEC.BLOCK_N), 1)

@@ -26,10 +26,10 @@ from .wide_dq import dq_kernel
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K and V in the forward
-# Warps of the passes beside the backward, up to head_dim 128. With 4 the whole took 1.02 to 1.12 of its time at
-# 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and at 16k tokens of head_dim 128 1.00 to 1.01.
+# Warps of the passes before and after the backward, up to head_dim 128. With 4 the whole took 1.02 to 1.12 of the
+# time at 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and 1.00 to 1.01 at 16k tokens of head_dim 128.
 BESIDE = {"num_warps": 8}
-HEADS = 128  # of few tiles: of fewer, in small groups, the busiest program would have up to 1.33 as much, by count
+HEADS = 128  # with few tiles: fewer, in small groups, give the busiest program up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
 
@@ -112,8 +112,8 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool) ->
     Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
     cache. Statically scheduled ones balance only in groups of half as many heads as there are programs: by count, the
     busiest of 132 programs then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache. If
-    a head has few tiles, and there are `HEADS`, the smallest groups balance too, and read a head's keys at one time:
-    0.94 to 1.00 of the time (LOG.md). few: whether that is so.
+    a head has few tiles, and there are `HEADS` or more, the smallest groups balance too, and read a head's keys
+    together: 0.94 to 1.00 of the time (LOG.md). few: whether that is so.
     """
     if few:
         return 1 if k.shape[3] > 64 else 2
@@ -253,7 +253,7 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
         heads_per_group = in_cache if tail_head else heads_per_group
     elif plain and width == 64 and q_len == kv_len <= FEW and _in_groups(flat_heads, q_len, width) == 1:
         # Fewer programs wait for one another. 0.93 to 0.95 of the time at 16 x 8 heads of 256 and 512 queries, full;
-        # fewer heads, other head_dims up to 64, grouped heads, softcap and ALiBi are taken and were not timed.
+        # fewer heads, other head_dims up to 64, grouped heads, softcap and ALiBi are included but were not timed.
         heads_per_group = max(flat_heads, heads_per_group)
     sizes = (
         *(heads, flat_heads, heads_per_group, heads_per_group * columns),
@@ -341,7 +341,7 @@ def _backward_wide(
 
 
 def _describe_wide(*moved: Tensor) -> tuple[Descriptor, ...]:
-    return tuple(rows_of(x, ROWS.value) for x in moved)  # as many as WIDE_KEYS
+    return tuple(rows_of(x, ROWS.value) for x in moved)  # WIDE_KEYS is the same number
 
 
 def _of_every_head(q: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -383,9 +383,9 @@ def _backward_heads_per_group(causal: bool, row_blocks: int, device: torch.devic
 def _heads_upwards(flat_heads: int, q_len: int, width: int) -> tuple[int, int]:
     """How many heads go upwards (backward_schedule.py), all but the last group, and the heads of a group.
 
-    A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. Not a
-    function of the device: dQ's order of sums would be another on another GPU. At width 128 it is 9 % slower at
-    512 and 2 % at 1024 tokens, and 4 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
+    A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. This
+    does not depend on the device, or dQ's order of sums would differ between GPUs. At width 128 upwards is 9 % slower
+    at 512 and 2 % at 1024 tokens, and 4 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
     """
     if width == 128 and q_len < 2048:
         return 0, flat_heads
@@ -394,5 +394,5 @@ def _heads_upwards(flat_heads: int, q_len: int, width: int) -> tuple[int, int]:
 
 
 def _in_groups(flat_heads: int, q_len: int, width: int) -> int:
-    """How many groups of heads there are whose Q, dO and sum of dQ fit the L2 cache."""
+    """Into how many groups the heads fall if each group's Q, dO and sum of dQ fit the L2 cache."""
     return triton.cdiv(flat_heads * 8 * q_len * width, CACHED)

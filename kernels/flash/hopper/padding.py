@@ -3,7 +3,7 @@
 Neither pass visits a block of keys that is all padding: the forward's tiles end before it, and the backward passes
 over its work item, whose dK and dV `clear_kernel` sets to 0.
 
-Padding may hold anything, and 0 times NaN is NaN. So the rows of K and V behind the last key are set to 0 in shared
+Padding may hold anything, and 0 times NaN is NaN. So the rows of K and V beyond the last key are set to 0 in shared
 memory by every warpgroup that multiplies them. Since all write the same numbers, none waits for another.
 """
 

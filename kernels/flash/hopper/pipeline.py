@@ -47,8 +47,8 @@ def arrive(barrier, pred=True):
     """One thread arrives on behalf of its warpgroup.
 
     The caller orders it after the reads it releases: by a warpgroup barrier, or by the wait for the wgmma that read
-    the memory, as CUTLASS's PipelineTmaAsync does. (A claimed index was read a whole work item before. Of TMA stores
-    the threads that issued them wait, so a warpgroup barrier follows.)
+    the memory, as CUTLASS's PipelineTmaAsync does. (A claimed index was read a whole work item earlier. TMA stores
+    are waited for by the threads that issued them, so a warpgroup barrier follows.)
 
     mbarrier.arrive would do, but Triton treats it as an access to all of shared memory and puts barriers around it.
     An expect of 0 bytes arrives as well.

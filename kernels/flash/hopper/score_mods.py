@@ -15,8 +15,8 @@ from .forward_schedule import ROWS
 from .pipeline import LOG2_E, opaque
 
 # P = exp2(cap * log2(e) * (tanh - 1) - lse) and P * tanh' from a product, -lse, and the factors of exp's and P's
-# exponents, element by element: operation by operation, tanh and P of a tile are both live, and 1280 B are spilled
-# (LOG.md). A product of -inf is masked: times 2^-100 it makes P 0, and one that is finite is lost in rounding.
+# exponents, element by element: as tile operations, a tile's tanh and P are both live, and 1280 B are spilled
+# (LOG.md). A product of -inf is masked: added times 2^-100, it makes P 0, and a finite one is lost in rounding.
 CAPPED = gl.constexpr("""{
     .reg .f32 r, x;
     mul.f32 r, $2, $4;
@@ -44,7 +44,7 @@ def cap(products, exp2_scale, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def probabilities(products, lse, exp2_scale, SOFTCAP: gl.constexpr):
-    """P of products, and P * d score / d (scale * product). lse: to broadcast; base 2, with softcap less the cap."""
+    """P of products, and P * d score / d (scale * product). lse: broadcast; base 2, with softcap minus the cap."""
     if SOFTCAP > 0:
         zeros = gl.zeros_like(products)
         to_exponent, of_r = zeros + exp2_scale * (2 / SOFTCAP), zeros - 2 * SOFTCAP * LOG2_E
@@ -76,7 +76,7 @@ def slope_of(head, sizes):
 
 @gluon.jit
 def alibi_of(head, first_row, sizes):
-    """That of a head's queries from first_row on; None without ALiBi."""
+    """The Alibi of a head's queries from first_row on; None without ALiBi."""
     alibi: gl.constexpr = None
     if sizes.Slopes is not None:
         # Opaque; otherwise ptxas adds the launch-invariant part to the rows before all tiles, and spills the sums.
@@ -86,7 +86,7 @@ def alibi_of(head, first_row, sizes):
 
 @gluon.jit
 def with_distances(lse, slope, rows_of_keys, CAUSAL: gl.constexpr, layout: gl.constexpr):
-    """The backward's lse (1, queries); with ALiBi less its part of the exponents of a tile (keys, queries).
+    """The backward's lse (1, queries); with ALiBi, minus ALiBi's part of the exponents of a tile (keys, queries).
 
     rows_of_keys: the query at each key's position, from the first one of the tile.
     """

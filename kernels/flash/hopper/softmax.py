@@ -40,7 +40,7 @@ def unpack(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def highest(scores):
-    """The rows' maxima, for which a thread goes through its scores of a row one after another.
+    """The rows' maxima: each thread goes through its scores of a row one after another.
 
     Triton does that too, but since 3.8 as a tree. In a chain each step waits for the one before, and ptxas fills the
     gaps in the second row's with the first row's exponentials; a tree has none (LOG.md).

@@ -11,9 +11,9 @@ from .forward_schedule import ROWS
 
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
 MANY_FROM = {True: 4096, False: 2048}  # causal -> queries from which head_dim 64 has three consumers
-FEW = 512  # queries: tiles of a head that are scheduled next to each other find K and V in the L2 cache
-# Above head_dim 128 a causal call with fewer takes 0.92 to 0.99 of its time dynamically, one with as many 0.95 to
-# 0.98 statically; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
+FEW = 512  # queries: up to here, a head's tiles that are scheduled together find K and V in the L2 cache
+# Above head_dim 128 a causal call with fewer queries takes 0.92 to 0.99 of the time if dynamic, others 0.95 to 0.98
+# if static; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
 WIDE_STATIC_FROM = 4096
 
 
@@ -54,7 +54,7 @@ def has_few_tiles(head_dim: int, q_len: int, group: int, *features: object) -> b
 
 
 def _is_out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, *features: object) -> bool:
-    """Whether TMA stores out, from its Q's slot; above head_dim 128 that is no consumer's own. features: as above."""
+    """Whether TMA stores out, from its Q's slot; above head_dim 128 consumers have none each. features: as above."""
     if any(features) or head_dim > 128:
         return False
     if q_len <= FEW:
@@ -85,7 +85,7 @@ def specify(
 
     Args:
         group: query heads per key head.
-        bounded: a window or documents are used; needs causal, and documents q_len == kv_len.
+        bounded: a window or documents are used; needs causal, and for documents q_len == kv_len.
         listed: a block mask is used, without either of those; if causal, kv_len - q_len is a multiple of 128.
         padded: key padding is used, without any of those.
         drop: parameters of dropout, if it is used, without windows, documents and block masks.
@@ -100,10 +100,10 @@ def specify(
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
     uneven = bounded or listed or padded or drop is not None  # dropout: or it spills
     dynamic = _is_dynamic(head_dim, causal, q_len, uneven)
-    # Out by TMA took 0.96 to 1.01 of the time with three consumers, which then have the exponentials before the wait,
-    # and 0.92 to 1.00 at head_dim 128, with them there if a causal call has few tiles, else after it. Two consumers
-    # at head_dim 64 take 1.03 to 1.09 with it, but of 256 queries 0.94 to 0.97. Features, and grouped heads of few
-    # tiles, gain at one length and lose at another, 0.87 to 1.12, and have none of it (LOG.md).
+    # Out by TMA took 0.96 to 1.01 of the time with three consumers, whose exponentials then come before the wait, and
+    # 0.92 to 1.00 at head_dim 128, where they do if a causal call has few tiles and else come after. Two consumers at
+    # head_dim 64 take 1.03 to 1.09 with it, but 0.94 to 0.97 at 256 queries. With features, and grouped heads of few
+    # tiles, it gains at one length and loses at another, 0.87 to 1.12; these go without (LOG.md).
     features = (bounded, listed, padded, drop, softcap, precise)
     few = has_few_tiles(head_dim, q_len, group, *features)
     before_wait = dynamic and causal and (many or width > 64) and not drop

@@ -196,7 +196,7 @@ def process_queries(
     """One step: S and dP of half of a block of queries, then what all of the block adds to half of dK and dV.
 
     bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. last: whether it is the last
-    step, behind whose dP K and V are released.
+    step, after whose dP K and V are released.
     """
     HALF: gl.constexpr = ROWS // 2
     scores_layout: gl.constexpr = bias.type.layout
@@ -204,7 +204,7 @@ def process_queries(
     stage = tile % STAGES
     phase = tile // STAGES & 1
     # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers. Otherwise they hoist the descriptors of
-    # the operands that stay, more than there are uniform registers, out of the loop, and spill 100 B.
+    # the loop-invariant operands out of the loop, which are more than there are uniform registers, and spill 100 B.
     opaque_zero = tile >> 30
     k = shared.k_tiles.index(opaque_zero).reshape([KEYS, WIDTH])
     v = shared.v_tiles.index(opaque_zero).reshape([KEYS, WIDTH])

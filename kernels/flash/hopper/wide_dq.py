@@ -75,7 +75,7 @@ def consume_keys(
     """A consumer warpgroup: rows WHICH * 64 to WHICH * 64 + 63 of each tile of queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    # Blocks, of those that a row of this consumer sees, that the diagonal or the end of the keys may cut.
+    # How many of the blocks that a row of this consumer sees may be cut by the diagonal or the end of the keys.
     CUT: gl.constexpr = 1 if SPEC.ALIGNED else 2
     ordinal = 0
     blocks_before = 0
@@ -122,7 +122,7 @@ def consume_keys(
 def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.constexpr):
     """dq and what a block of keys adds to it.
 
-    bias: initial accumulator of S, -inf at masked elements. last: whether Q and dO are released behind dP.
+    bias: initial accumulator of S, -inf at masked elements. last: whether Q and dO are released after dP.
     """
     dtype: gl.constexpr = rings.k.tiles.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)

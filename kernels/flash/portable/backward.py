@@ -149,7 +149,7 @@ def dkdv_kernel(
     stride_dkn: tl.constexpr, stride_dvn: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, summed over the query heads that share them. Grid (ceil(kv_len / BLOCK_N), kv_heads, batch)."""
-    # Which keys. Under the causal mask the first tiles are seen by the most queries, and they do start first.
+    # Which keys. Under the causal mask the first tiles are seen by the most queries, and they are the first to start.
     first_key = tl.program_id(0) * SPEC.BLOCK_N
     kv_head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -164,7 +164,7 @@ def dkdv_kernel(
     DOut += batch_64 * stride_dob + head.to(tl.int64) * stride_doh
     statistics = (batch_64 * tl.num_programs(1) * SPEC.GROUP + head) * q_len
 
-    if SPEC.RAGGED:  # the bounds are of keys: in each row as many as there are keys, and not queries
+    if SPEC.RAGGED:  # the bounds are by key: in each row as many as there are keys, not queries
         DocumentStart += batch_64 * (kv_len - q_len)
         DocumentEnd += batch_64 * (kv_len - q_len)
     keys = kv_len if KvLengths is None else tl.minimum(tl.load(KvLengths + batch), kv_len)

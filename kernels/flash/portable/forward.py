@@ -54,7 +54,7 @@ def forward_kernel(
         # would stay live through the loops, and d128 on sm_90 spills up to 28 B with a feature.
         first_64, left = first_row.to(tl.int64), q_len - first_row
         q = load_rows(Q + first_64 * stride_qm, 0, left, stride_qm, SPEC, SPEC.BLOCK_M, True)
-    else:  # nothing spills, and two masks cost d64 with dropout 130 registers for 128: three CTAs, not four
+    else:  # nothing spills; two masks cost d64 with dropout 130 registers instead of 128: three CTAs, not four
         q = load_rows(Q, first_row, q_len, stride_qm, SPEC, SPEC.BLOCK_M, True)
     acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_D], tl.float32)
     row_max = tl.full([SPEC.BLOCK_M], LOWEST, tl.float32)
@@ -62,7 +62,7 @@ def forward_kernel(
     if Sinks is not None:  # as if every row had already seen one key, whose value is 0
         sink = tl.load(Sinks + head).to(tl.float32) * LOG2_E
         row_max = tl.maximum(row_max, sink)
-        row_sum += tl.exp2(sink - row_max)  # 1, or 0 for a sink of -inf, which is none
+        row_sum += tl.exp2(sink - row_max)  # 1, or 0 for a sink of -inf, which means none
 
     # Which keys. The masked edges go first: in the opposite order ptxas serialises the wgmmas (C7515).
     keys = rules.kv_end

@@ -26,7 +26,7 @@ class Spec:
     SOFTCAP: tl.constexpr  # 0: off
     ALIBI: tl.constexpr
     DOCUMENTS: tl.constexpr
-    RAGGED: tl.constexpr  # documents have bounds of queries, and others of keys
+    RAGGED: tl.constexpr  # documents have bounds by query, and others by key
     PADDED: tl.constexpr
     DROPOUT_P: tl.constexpr  # dropped share, a multiple of 2^-16
     DROP_BELOW: tl.constexpr  # a 16-bit half of a Philox word below this drops
