@@ -11,7 +11,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-ROWS, NAME = 8, 70  # how many operations are named, with how much of a kernel's name, which can be a page of C++
+ROWS, NAME = 8, 70  # operations that are named, and how much of a kernel's name, which can be a page of C++
 
 
 @contextmanager
