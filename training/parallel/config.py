@@ -22,7 +22,7 @@ class Recompute(Enum):
 
 class GradientDtype(Enum):
     fp32 = "fp32"  # the sum of the ranks as one rank would compute it, to rounding
-    bf16 = "bf16"  # half the bytes: the gradients' own dtype under precision=bf16, rounded again in the sum over ranks
+    bf16 = "bf16"  # half the bytes: the gradients' dtype under precision=bf16, rounded again in the sum over ranks
 
 
 @dataclass
