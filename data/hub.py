@@ -141,7 +141,7 @@ def failed(what: str, error: BaseException, remedy: str = "") -> DataError:
             require_reachable(what, remedy)
     except DataError as unreachable:
         return unreachable
-    if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):  # what `datasets` raises without a copy
+    if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):  # as `datasets` raises without a copy
         return offline(what)
     return refused(what, error, remedy)
 

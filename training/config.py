@@ -71,7 +71,7 @@ class Precision(Enum):
 
 class WandbMode(Enum):
     auto = "auto"  # online when an API key is configured, else offline, never a prompt
-    online = "online"  # to the server; if none answers, the run does not begin
+    online = "online"  # to the server; if it does not answer, the run does not begin
     offline = "offline"  # into the run directory, for `wandb sync` or `wandb leet`
 
 

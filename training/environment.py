@@ -37,7 +37,7 @@ def environment(device: torch.device) -> dict[str, object]:
             "driver": _driver,
             "cuda": lambda: torch.version.cuda,
             "cudnn": torch.backends.cudnn.version,  # it raises where another version than torch's is loaded
-            # The NCCL that is loaded. NCCL_VERSION, where an image sets it, is that of the image's.
+            # The NCCL that is loaded. NCCL_VERSION, where an image sets it, is of the image's own.
             "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
             "ptxas": _ptxas_version,
         }

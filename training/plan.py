@@ -41,7 +41,7 @@ class Computation:
     attention: str
     attention_fn: AttentionFn  # of whole sequences, where no ranks share them
     attention_tier: str | None
-    why_portable: str | None  # why attention on a Hopper GPU is not by its own kernels; for the banner
+    why_portable: str | None  # why attention on a Hopper GPU runs the portable kernels; for the banner
     precise_delta: bool
     dtype: torch.dtype
     loss: Layers

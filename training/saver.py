@@ -93,7 +93,7 @@ class Saver:
         """
         if self._parts:
             return None
-        # Held for good: the process ends, and the main thread is to make no other update.
+        # For good: the main thread makes no other update.
         with self._updating, aside(self._plan.world.device):
             done, *states = snapshot(self._built.model, self._built.optimizer, self._updates)
             if done and not checkpoint.at(self._run_dir, done).exists():
