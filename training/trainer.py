@@ -28,7 +28,7 @@ from .optimizer import update
 from .parallel.config import Shard
 from .parallel.context import part_of
 from .parallel.shard import begin_micro_step, update_shards
-from .parallel.watch import Watch
+from .parallel.watch import Watch, is_of_a_collective
 from .plan import resolve
 from .precision import forget_compiled
 from .profiling import profiled
@@ -49,6 +49,7 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
     Raises ConfigError, data.DataError or kernels.AttentionError, each one line, for errors that a user can fix.
     """
     with world(config.trainer.device) as ranks:
+        begun = False
         try:
             run_dir = Path(ranks.share(str(run_dir)))
             with claimed(config, run_dir, ranks):
@@ -56,8 +57,16 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
                     if ranks.is_main:
                         print(f"{run_dir} holds the finished run: nothing to do", flush=True)
                     return summary
-                summary = Trainer(config, run_dir, ranks).run()
+                trainer = Trainer(config, run_dir, ranks)
+                begun = True
+                summary = trainer.run()
         except RuntimeError as error:
+            if not begun and is_of_a_collective(
+                error
+            ):  # from the first step on, the watch says which rank it is
+                raise ConfigError(
+                    "another rank has ended before the first step: its own line says why."
+                ) from error
             # torch has no exception type for a CPU that is out of memory.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise

@@ -71,7 +71,7 @@ def test_parts_on_a_disk_of_each_host_are_refused_before_the_first_step(user_env
     assert not list(tmp_path.glob("*/run"))
 
 
-@pytest.mark.parametrize("what", ["settings", "text"])
+@pytest.mark.parametrize("what", ["settings", "text", "no text"])
 def test_hosts_that_would_train_unlike_are_refused_in_one_line(user_environment, tiny, tmp_path, what):
     """With another rate each the ranks' weights parted in silence; with another layout they waited for ever."""
     folders = [tmp_path / name for name in ("here", "there")]
@@ -85,7 +85,8 @@ def test_hosts_that_would_train_unlike_are_refused_in_one_line(user_environment,
     for number, folder in enumerate(folders):
         folder.mkdir()
         text = f"{number if what == 'text' else ''} A quick fox.\n\n" * 200
-        (folder / "text.txt").write_text(text)
+        if number == 0 or what != "no text":
+            (folder / "text.txt").write_text(text)
     rates = ("1e-3", "1e-2") if what == "settings" else ("1e-3", "1e-3")
     agents = hosts(settings, folders[0], user_environment, folders[1], rates=rates)
     said = "".join(agent.communicate(timeout=120)[0] for agent in agents)
@@ -93,9 +94,14 @@ def test_hosts_that_would_train_unlike_are_refused_in_one_line(user_environment,
     why = {
         "settings": r"rank 1 was started with optimizer\.lr=0\.\d+, rank 0 with optimizer\.lr=0\.\d+: give one",
         "text": "rank 1 has another corpus than rank 0: give all hosts the same text",
+        "no text": r"no \.txt, .* matches data\.files=.*text\.txt",
     }
     assert re.search(f"^error: {why[what]}", said, re.MULTILINE), said
     assert "RuntimeError" not in said
+    if what == "no text":  # of the other host
+        assert re.search(
+            "^error: another rank has ended before the first step: its own line says why", said, re.M
+        )
 
 
 @pytest.mark.parametrize("host", [1, 0])

@@ -95,7 +95,7 @@ class Watch:
                 self._store.set("refused", str(error))
             raise
         except RuntimeError as error:
-            if not _is_of_a_collective(error):
+            if not is_of_a_collective(error):
                 raise
             self._state = "broken"
             self._thread.join(SILENT)
@@ -239,5 +239,6 @@ class Watch:
         os._exit(1)
 
 
-def _is_of_a_collective(error: RuntimeError) -> bool:
+def is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether a collective has failed, as where another rank has ended."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
