@@ -92,7 +92,7 @@ def arrived_damaged(what: str) -> DataError:
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether a large file of the cache, which names it after the sha256 that the Hub states, has another one."""
+    """Whether a large file of the cache differs from its name, the sha256 that the Hub states for it."""
     blob = path.resolve()
     return bool(re.fullmatch("[0-9a-f]{64}", blob.name)) and sha256_of(blob) != blob.name
 

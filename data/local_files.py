@@ -85,7 +85,7 @@ class TextFiles(Source):
         return with_text
 
     def fetch(self, progress: Progress, directory: Path) -> None:
-        """Nothing to download; but a .txt file without the separator would be one document, and nobody be told."""
+        """Nothing to download; but a .txt file without the separator would silently become one document."""
         if not self.separator:
             return
         texts = [path for path in self.paths() if path.suffix == ".txt"]
