@@ -52,9 +52,9 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", help="attention backend (auto)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--tokenizer", metavar="PATH", help="the run's tokenizer file, if it has moved")
-    args = parser.parse_intermixed_args()  # the prompt may stand behind the options
+    args = parser.parse_intermixed_args()  # the prompt may come after the options
 
-    sys.stdout.reconfigure(errors="replace")  # any text, where the terminal or file is not of UTF-8
+    sys.stdout.reconfigure(errors="replace")  # for any text, where the terminal or file is not UTF-8
     with one_line_errors():
         import torch
 
@@ -64,7 +64,7 @@ def main() -> None:
 
         show = printable if sys.stdout.isatty() else str
         model, tokenizer = load_run(Path(args.run), args.device, args.attention, args.tokenizer)
-        generator = torch.Generator().manual_seed(args.seed % 2**64)  # torch takes no longer ones
+        generator = torch.Generator().manual_seed(args.seed % 2**64)  # torch takes no larger seed
         for number in range(args.samples):
             if number:
                 print("-" * 80)

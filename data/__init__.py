@@ -29,4 +29,4 @@ __all__ = ["DataError"]
 
 
 class DataError(ValueError):
-    """An error that the user can fix; the one-line message says what is wrong and how."""
+    """An error that the user can fix; the one-line message says what is wrong and how to fix it."""

@@ -12,8 +12,8 @@ _END = object()
 def ahead(items: Iterable[Item], depth: int) -> Generator[Item, None, None]:
     """Yield the items, made by a thread that runs up to `depth` items ahead; exceptions in it are raised here.
 
-    Closing the generator ends the thread, after the item it is at. Close it, do not drop it: Python ignores a Ctrl-C
-    that comes while it collects a generator.
+    Closing the generator ends the thread, after the item it is at. Close it rather than drop it: Python ignores a
+    Ctrl-C that comes while it collects a generator.
     """
     ready: queue.Queue = queue.Queue(maxsize=depth)
     closed = threading.Event()

@@ -40,8 +40,8 @@ def holds(path: Path, mark: str) -> bool:
 def after(mark: bytes) -> NextCut:
     """A cut after the next `mark`, however far; else the end of the file.
 
-    Not after one that another overlaps on its left: of three newlines a text that is split at pairs of them, from its
-    start, takes the first two, and a cut after the last two would leave a document that the whole text does not have.
+    Not after one that another overlaps on its left: a text that is split at pairs of newlines, from its start, takes
+    the first two of three, and a cut after the last two would leave a document that the whole text does not have.
     """
     pattern, context = re.escape(mark), len(mark) - 1
     for shift in range(1, len(mark)):
@@ -52,7 +52,7 @@ def after(mark: bytes) -> NextCut:
     def next_cut(file: BinaryIO, start: int) -> int:
         at = start - context
         file.seek(at)
-        window = file.read(context)  # a mark may begin in it that overlaps another
+        window = file.read(context)  # a mark that overlaps another may begin in it
         while block := file.read(SEARCH_BYTES):
             window += block
             if match := compiled.search(window, context):
@@ -65,16 +65,16 @@ def after(mark: bytes) -> NextCut:
 
 
 def at_space(file: BinaryIO, start: int) -> int:
-    """A cut before the next space after a visible character, or as CUT has it; else the end of the file.
+    """A cut before the next space after a visible character, or at the next CUT; else the end of the file.
 
-    Between any two characters where none of these is in the next SEARCH_BYTES.
+    Between any two characters if the next SEARCH_BYTES hold none of these.
     """
     file.seek(start)
     window = file.read(SEARCH_BYTES)
     # visible in ASCII: the last byte of another character does not say whether it is one of Unicode's spaces
     if match := re.search(rb"(?<=[!-~]) ", window):
         return start + match.start()
-    begun = len(window) - len(window.lstrip(bytes(range(0x80, 0xC0))))  # of a character
+    begun = len(window) - len(window.lstrip(bytes(range(0x80, 0xC0))))  # where a character begins
     text = window[begun:].decode(errors="ignore")  # the last one may end beyond
     if place := CUT.search(text):
         return start + begun + len(text[: place.start()].encode())

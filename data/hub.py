@@ -20,7 +20,7 @@ GOES_ON = " (the same command continues from what is done)"
 
 
 def limit_timeouts() -> None:
-    """Make every request to the Hub wait no longer than this for an answer, unless the user has set a timeout.
+    """Let no request to the Hub wait longer than our limit for an answer, unless the user has set a timeout.
 
     huggingface_hub waits 60 s for the headers of a file in each of its last six tries: six minutes without an answer.
     """
@@ -41,8 +41,8 @@ def _limit_timeouts_of(request: Any) -> None:
 def limit_retries() -> None:
     """Make a stream give up a refused connection after 25 s and a silent one after a minute (both measured).
 
-    Those are huggingface_hub's own six tries with 23 s of pauses; `datasets` would repeat them up to 20 times, nine
-    minutes where connections are refused. Finished work is kept when this gives up.
+    These times are of huggingface_hub's own six tries with 23 s of pauses; `datasets` would repeat them up to 20
+    times, for nine minutes where connections are refused. Finished work is kept when this gives up.
     """
     import datasets
 
@@ -92,15 +92,15 @@ def arrived_damaged(what: str) -> DataError:
 
 
 def is_damaged(path: Path) -> bool:
-    """The cache names large files after the sha256 that the Hub states for them."""
+    """Whether a large file of the cache differs from its name, the sha256 that the Hub states for it."""
     blob = path.resolve()
     return bool(re.fullmatch("[0-9a-f]{64}", blob.name)) and sha256_of(blob) != blob.name
 
 
 def remove_unfinished(repo: str) -> None:
-    """Remove what killed downloads left: each download begins anew, in a file of a random name of its own.
+    """Remove what killed downloads left: each download starts over, in a file with a random name of its own.
 
-    A download that goes on, for another corpus say, holds the lock of its file, so what it has is left.
+    A download in progress, for another corpus say, holds the lock of its file, so what it has so far stays.
     """
     folder = repo_cache(repo)
     for path in folder.glob("blobs/*.incomplete"):
@@ -124,9 +124,9 @@ def refused(what: str, error: BaseException, remedy: str = "") -> DataError:
 
 
 def _is_of_the_cache(error: OSError) -> bool:
-    """No room, or a file in the Hub cache that may not be written; not a file of a folder given as data.repo.
+    """Whether there is no room, or a file of the Hub cache may not be written; not one of a folder as data.repo.
 
-    Only what a full disk raises names no file. A file that is missing would not be there elsewhere either.
+    Only what a full disk raises names no file. A file that is missing would be missing elsewhere too.
     """
     in_cache = Path(str(error.filename)).is_relative_to(cache().parent)
     return error.errno in NO_ROOM or (in_cache and not isinstance(error, FileNotFoundError))
@@ -141,7 +141,7 @@ def failed(what: str, error: BaseException, remedy: str = "") -> DataError:
             require_reachable(what, remedy)
     except DataError as unreachable:
         return unreachable
-    if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):  # as `datasets` says that it has none
+    if constants.HF_HUB_OFFLINE and isinstance(error, ConnectionError):  # as `datasets` raises without a copy
         return offline(what)
     return refused(what, error, remedy)
 

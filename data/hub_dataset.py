@@ -1,4 +1,4 @@
-"""Any dataset with a text column, of the Hugging Face Hub or in a folder, read through `datasets`."""
+"""Any dataset with a text column, on the Hugging Face Hub or in a folder, read through `datasets`."""
 
 import os
 import re
@@ -21,10 +21,10 @@ from .source import Source, limited, state_of
 class HubDataset(Source):
     """Any dataset with a text column, through datasets.load_dataset; a row is a document.
 
-    repo: on the Hub, or a folder of files in any format that `datasets` reads, CSV, JSON lines or Arrow say.
+    repo: on the Hub, or a folder of files in any format that `datasets` reads, such as CSV, JSON lines or Arrow.
     streaming: read one file after another, over the network, with no copy on disk. Otherwise `datasets` downloads
     everything it is asked for and keeps an Arrow copy of it. On the Hub a row of a .txt file is a line, as its page
-    shows; a folder of them is refused, because text_files reads them whole.
+    shows; a folder of .txt files is refused, because text_files reads them whole.
     """
 
     kind: ClassVar = "hub"
@@ -58,10 +58,10 @@ class HubDataset(Source):
         return {**super().arguments, "repo": str(self._folder or self.repo)}
 
     def state(self) -> str:
-        """The commit that the revision names now; of a folder a hash of its files' names, sizes and times.
+        """The commit that the revision names now; for a folder, a hash of its files' names, sizes and times.
 
-        Hidden files count where `files` names one: `datasets` reads no other, and git, a file manager or a download
-        of the Hub write theirs anew.
+        Hidden files count only where `files` names them: `datasets` reads no others, and git, a file manager or a
+        download from the Hub rewrite theirs.
         """
         if not self._folder:
             return self._commit
@@ -159,7 +159,7 @@ class HubDataset(Source):
                 f"{self.repo} holds .txt files, and `datasets` would make each line a document, without its line "
                 f"end: use data=text_files {shlex.quote(f'data.files={self._folder}')}"
             )
-        # Whatever the Hub refuses or drops, `datasets` turns to the newest copy it has, be it of another commit.
+        # If the Hub refuses or drops a request, `datasets` turns to the newest copy it has, even of another commit.
         if not self._folder and builder.hash != self._commit:
             raise hub.another_commit(self.repo, self._commit, builder.hash)
         if builder.name == "csv":  # pandas would take NA for a missing value, and 007 for 7
@@ -216,7 +216,7 @@ class HubPart:
     def pieces(self) -> Iterator[tuple[str, bool]]:
         hub.limit_retries()
         try:
-            # as fast as 256 at a time, of which 68 rows of 12 MB took 2.1 GB of memory, and take 0.9
+            # as fast as 256 at a time, with which 68 rows of 12 MB took 2.1 GB of memory; now they take 0.9
             for rows in self.dataset.iter(8):
                 for text in rows[self.column]:
                     yield as_text(text, self.column, self.path), True

@@ -46,11 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", metavar="PATH", help="the corpus's tokenizer file, if it has moved")
     options = parser.parse_args(arguments)
     progress = ConsoleProgress()
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # any text, where the terminal or file is not of UTF-8
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # any text, where the terminal or file is not UTF-8
     try:
         return inspect(options, progress)
     except DataError as error:
-        progress.close()  # else tqdm draws its bar once more, behind the error
+        progress.close()  # else tqdm draws its bar once more, after the error
         print(f"error: {error}", file=sys.stderr)
         return 1
 

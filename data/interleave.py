@@ -1,4 +1,4 @@
-"""The order in which a mixture takes from its corpora, computed where it is asked."""
+"""The order in which a mixture takes from its corpora, computed on demand."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ PERIOD = 10_000
 class Interleave:
     """Which source the n-th item of a mixture is from, and which item of that source it is.
 
-    Each PERIOD items hold as many of every source as its share says, to the nearest item, in an order keyed by (seed,
-    number of the period). So shares are exact over a period and nearly so over a batch, and nothing is remembered.
+    Every PERIOD items hold as many of each source as its share says, to the nearest item, in an order keyed by (seed,
+    number of the period). So shares are exact over a period and nearly so over a batch, and no state is kept.
     """
 
     def __init__(self, shares: list[float], seed: int):

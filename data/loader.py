@@ -112,7 +112,7 @@ class TokenSplit:
         self.utf8_bytes: int = corpus.manifest.utf8_bytes[split]
         self.name = split
         mix = corpus.manifest.mix if split == "train" else None
-        # the corpora of a mixture, one behind the other; else this one
+        # the corpora of a mixture, one after the other; else this one
         self.shares = [Share(**each) for each in mix or [{"name": self.corpus.name, "tokens": self.tokens}]]
         self._maps: dict[int, np.ndarray] = {}
         self._edges = [0, *accumulate(shard["tokens"] for shard in self.shards)]
@@ -122,9 +122,9 @@ class TokenSplit:
         return self.__dict__ | {"_maps": {}}
 
     def epochs(self, tokens: int, at_most: float | None = None) -> float:
-        """Return how often a run of so many tokens goes through the split. Raises DataError when above `at_most`.
+        """Return how often a run of `tokens` goes through the split. Raises DataError when above `at_most`.
 
-        Of a mixture: through the corpus that repeats most often. Up to 4 epochs are nearly as good as new text
+        In a mixture, through the corpus that repeats most often. Up to 4 epochs are nearly as good as new text
         (Muennighoff et al., arXiv 2305.16264).
         """
         name, available, share = max(self.shares, key=lambda each: each.share / each.tokens)
@@ -167,8 +167,8 @@ class TokenSplit:
 def mapped(path: Path, dtype: str) -> np.ndarray:
     """Return the array that a file holds, memory-mapped for as long as it is used, with no descriptor kept open.
 
-    numpy's map keeps one, and OpenWebText has 4,800 shards where a shell allows 1,024. In random windows of 1,025
-    tokens over 200 shards it reads as fast, 490 M tokens/s beside 494 M; a file opened for each takes twice as long.
+    numpy's map keeps one, and OpenWebText has 4,800 shards where a shell allows 1,024. Random windows of 1,025 tokens
+    over 200 shards are read as fast, 490 M tokens/s against 494 M; opening a file for each takes twice as long.
     """
     import torch
 
@@ -179,7 +179,7 @@ def mapped(path: Path, dtype: str) -> np.ndarray:
 class Batches:
     """Training batches: windows of block_len + 1 tokens at stride block_len, each once an epoch in a new order.
 
-    Each window is cut into sequences of seq_len, so runs whose seq_len differs, but not their block_len and tokens a
+    Each window is cut into sequences of seq_len, so runs that differ in seq_len, but not in block_len and tokens a
     batch, see the same tokens in every batch. sequences_per_batch counts the sequences of all ranks together. Epoch e
     uses the permutation keyed by (seed, e); a batch may take the last windows of one epoch and the first of the next.
     In a mixture each corpus has epochs of its own, and interleave.py says whose turn it is.
@@ -254,7 +254,7 @@ class Batches:
 
 
 class EvaluationBatches:
-    """Batches that ask for every token of the split after the first exactly once, in order.
+    """Batches that ask for each token of the split but the first exactly once, in order.
 
     Targets are -1 where a window ends early, and in the whole rows that fill up the last batch, so that every rank
     gets the same number of batches of one shape.

@@ -1,4 +1,4 @@
-"""Text of files on this machine: Python source, and .txt, .jsonl and .parquet files."""
+"""Text from files on this machine: Python source, and .txt, .jsonl and .parquet files."""
 
 import glob
 import os
@@ -85,7 +85,7 @@ class TextFiles(Source):
         return with_text
 
     def fetch(self, progress: Progress, directory: Path) -> None:
-        """Nothing to download; but a .txt file without the separator would be one document without a word."""
+        """Nothing to download; but a .txt file without the separator would silently become one document."""
         if not self.separator:
             return
         texts = [path for path in self.paths() if path.suffix == ".txt"]
@@ -128,7 +128,7 @@ class TextFiles(Source):
 
 
 def _once(paths: list[Path]) -> list[Path]:
-    """Without those that are an earlier one by another name, as by a link."""
+    """Without those that are an earlier one under another name, such as a link."""
     found: dict[str, Path] = {}
     for path in paths:
         found.setdefault(os.path.realpath(path), path)
@@ -147,7 +147,7 @@ def _require_readable(path: Path) -> None:
         raise DataError(
             f"{path} is not one of {', '.join(SUFFIXES)}: name only such files in data.files{_OTHER_FORMATS}"
         )
-    # pyarrow opens only names in UTF-8, where a file system allows any bytes
+    # pyarrow opens only names in UTF-8, while a file system allows any bytes
     if not path.name.endswith((".txt", ".jsonl")) and any("\ud800" <= each <= "\udfff" for each in str(path)):
         raise DataError(f"the name of {path} is not UTF-8, and such a file cannot be read: rename it")
 
@@ -155,7 +155,7 @@ def _require_readable(path: Path) -> None:
 def _files(pattern: str) -> list[Path]:
     """The files that match a glob (or a name with brackets), in path order; below ** no folder is entered twice.
 
-    Those that glob.glob finds, but that follows a link to a folder above it 40 times, and two such links for ever.
+    The same as from glob.glob, which however follows a link to a folder above it 40 times, and two of them for ever.
     """
     if os.path.isfile(pattern):
         return [Path(pattern)]

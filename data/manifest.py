@@ -92,7 +92,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{path} has version {version}, but this code reads version {VERSION}: "
             f"delete {directory} and prepare it again, or use the code that wrote it"
         )
-    # Without it, of 1,500 manifests with one bit wrong 11 were taken with other counts, and 109 failed later.
+    # Without it, of 1,500 manifests with one bit wrong 11 were accepted with other counts, and 109 failed later.
     if content.pop("sha256", None) != _digest(content):
         raise DataError(f"{path} is damaged: delete {directory} and prepare it again")
     return Manifest(**content)

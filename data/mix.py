@@ -3,7 +3,7 @@
 It is a corpus folder of its own, whose manifest lists the training shards where they are, in the folders of the
 corpora: nothing is copied, and interleave.py says which corpus a training sequence is from. Only validation documents
 are gathered in a shard of the mixture's own: from the start of each corpus's validation split, as many tokens as its
-share allows, so that the validation loss is that of the mixture which the model is trained on.
+share allows, so that the validation loss is of the mixture that the model is trained on.
 """
 
 import shutil
@@ -66,7 +66,7 @@ def _make(directory: Path, mix: Mix, tokenizer: str, corpora: list[Corpus], shar
     ]
     shards.append(write_shard(workshop, "val", 0, _validation(corpora, shares)))
     named = (f"{share:.3g} {corpus.name}" for corpus, share in zip(corpora, shares, strict=True))
-    manifest = replace(  # its settings of a preparation are those of the first
+    manifest = replace(  # its preparation's settings are those of the first corpus
         first,
         name=f"mix ({', '.join(named)})",
         source={"source": mix.kind, **asdict(mix)},
@@ -85,12 +85,12 @@ def _make(directory: Path, mix: Mix, tokenizer: str, corpora: list[Corpus], shar
 
 
 def _validation(corpora: list[Corpus], shares: list[float]) -> Iterator[np.ndarray]:
-    """Yield whole documents of each validation split, in proportion; the split that is shortest for it decides.
+    """Yield whole documents of each validation split, in proportion; the one that is shortest for its share decides.
 
     They are mixed evenly, so that an evaluation of only the first tokens has the same proportions.
     """
     in_all = min(corpus.val.tokens / share for corpus, share in zip(corpora, shares, strict=True))
-    documents: list[tuple[float, np.ndarray]] = []  # where its middle is in its split, from 0 to 1
+    documents: list[tuple[float, np.ndarray]] = []  # where a document's middle is in its split, 0 to 1
     for corpus, share in zip(corpora, shares, strict=True):
         (shard,) = corpus.val.shards
         path = corpus.directory / shard["file"]

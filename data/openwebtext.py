@@ -131,7 +131,7 @@ class OpenWebText(Source):
 
 
 def _download(name: str, revision: str, received: "_Received") -> Path:
-    """Return the file in the Hub cache, downloaded if it was not there (or in part), and whole."""
+    """Return the file in the Hub cache, whole: downloaded if it was missing or only partly there."""
     from huggingface_hub import hf_hub_download
 
     hub.limit_timeouts()

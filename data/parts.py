@@ -8,12 +8,12 @@ Local files are read with json and pyarrow, which `datasets` uses itself, rather
 5.2, streaming in each worker so that it makes no Arrow copy:
 
     .parquet  The same tokens, a row group a unit; but a worker takes 2 to 4 CPU seconds and 260 MB to import it and
-              open the first file. With two workers 121 MB of text took 1.8 instead of 2.9 times fewer CPU seconds
-              than nanoGPT's prepare.py, and 545 MB went 1.26 instead of 1.82 times as fast as with one.
+              open the first file. With two workers 121 MB of text took 1.8 times fewer CPU seconds than nanoGPT's
+              prepare.py, instead of 2.9, and 545 MB went 1.26 times as fast as with one, instead of 1.82.
     .jsonl    A file is one unit, for one process, and a kill loses all of it. A row without the column becomes an
               empty document; a field that first appears after 10 MB, or changes its type there, stops the reading;
-              text that looks like a date becomes one. A broken line has it read the file again as a whole, 974 MB of
-              memory for 316 MB.
+              text that looks like a date becomes one. After a broken line it reads the file again as a whole, with
+              974 MB of memory for 316 MB.
     .txt      A document is read whole, 1,145 MB of memory for 288 MB, and its \\r\\n become \\n.
 
 Where that does not matter, and for other formats, data=hub data.repo=FOLDER goes through `datasets`; not for .txt.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 # Where a long document is cut: at a space after a visible character, or at a stop or comma after a letter or digit,
-# for Chinese and Japanese have no spaces. A new piece starts there in the split patterns of all of tiktoken's
+# since Chinese and Japanese have no spaces. A new piece starts there in the split patterns of all of tiktoken's
 # encodings, so the tokens are those of the uncut document (tried with every character of Unicode beside the cut).
 CUT = re.compile(r"(?<=\S) |(?<=[^\W_])[.,、。\uff0c]")
 PIECE_BYTES = 1 << 20  # of a long text

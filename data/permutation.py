@@ -1,4 +1,4 @@
-"""A permutation of range(n) that is computed where it is asked, without an array of n entries.
+"""A permutation of range(n) that is computed on demand, without an array of n entries.
 
 A balanced Feistel network permutes the numbers below a power of four; a value that lands at n or beyond is sent
 through again until it lands below (cycle walking), which keeps it a permutation. Black and Rogaway, "Ciphers with

@@ -123,7 +123,7 @@ def _require_main_guard() -> None:
 
 @contextmanager
 def _resumable(workshop: Workshop) -> Iterator[None]:
-    """Keep of unfinished work what a later preparation can go on from; nothing, where the text makes no corpus."""
+    """Keep of unfinished work what a later preparation can go on from; nothing if the text makes no corpus."""
     make_folder(workshop.partial)
     workshop.remove_half_written()  # by processes that were killed: gigabytes, of large units
     try:
@@ -146,10 +146,10 @@ def _make(
         raise too_few(source.name, 0)
     sizes = [sum(part.text_bytes for part in unit) for unit in units]
     if source.limit_documents is not None and source.arguments.get("streaming"):
-        workers = 1  # several work ahead of the limit, and would download files that it does not need
+        workers = 1  # several would work ahead of the limit, and download files that it does not need
     workers = min(workers, 1 + sum(sizes) // WORTH_A_PROCESS)
     with Workers(workers, first=partial(load_encoder, workshop.tokenizer)) as processes:
-        # behind it the processes start: 0.2 s less, of 9 for 250 MB with two
+        # meanwhile the processes start: 0.2 s less, of 9 for 250 MB with two
         _check_room(source, units[0], sum(sizes), workshop, progress)
         results = partial(_results, sizes=sizes, workers=processes, progress=progress)
         counts = _tokenise(workshop, units, source.limit_documents, results)

@@ -40,7 +40,7 @@ class JsonLinesPart:
                     del line
                     yield from in_pieces(text)
                 elif not line.isspace():
-                    # No name keeps a copy that has done its work, nor the text while it is tokenised.
+                    # No name keeps a copy that is no longer needed, nor the text while it is tokenised.
                     line_text = decoded(line, self.path, start)
                     del line
                     texts = [self._text(line_text, start)]

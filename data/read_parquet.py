@@ -14,8 +14,8 @@ from .parts import as_text, in_pieces, missing_column
 if TYPE_CHECKING:
     import pyarrow
 
-# Rows are read in batches of about this much where they are long: with rows of 12 MB 1.1 instead of 2.4 GB of memory,
-# of which 1 GB is the single page that pyarrow had written them to.
+# Long rows are read in batches of about this much: rows of 12 MB then take 1.1 instead of 2.4 GB of memory, of which
+# 1 GB is the single page that pyarrow had written them to.
 BATCH_BYTES = 8 << 20
 # A row group is read from its start for every part of it, so more parts would read more than they tokenise.
 _PARTS_PER_ROW_GROUP = 8
@@ -110,7 +110,7 @@ def _metadata(path: str) -> "pyarrow.parquet.FileMetaData":
 
 @lru_cache(1)
 def _metadata_of(path: str, _size: int, _mtime_ns: int) -> "pyarrow.parquet.FileMetaData":
-    """Kept for the parts of the file: with 8,000 row groups it takes 20 ms, 200 times as long as one of ten rows."""
+    """Kept for the file's parts: with 8,000 row groups it takes 20 ms, 200 times as long as a group of ten rows."""
     import pyarrow.parquet
 
     return pyarrow.parquet.read_metadata(path)

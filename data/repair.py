@@ -24,7 +24,7 @@ from .workshop import Workshop, lock
 def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str | None) -> None:
     """Replace a shard. Raises DataError when the source no longer gives what the corpus was made from.
 
-    tokenizer: where the corpus's is by now, if it has moved; None: where it was.
+    tokenizer: where the corpus's tokenizer is now, if it has moved; None: where it was.
     """
     manifest = corpus.manifest
     shard = next((shard for shard in manifest.shards if shard["file"] == file), None)
@@ -39,7 +39,7 @@ def rebuild_shard(corpus: Corpus, file: str, progress: Progress, tokenizer: str 
         raise DataError(
             f"{corpus.directory} is a mix: repair the corpora in it, or delete it, and prepare it again in a second"
         )
-    # apart from the corpus, whose shards are replaced only by what their hash says
+    # apart from the corpus, whose shards are replaced only by what has their hash
     workshop = Workshop(corpus.directory / "repair", tokenizer or manifest.tokenizer["name"], manifest.dtype)
     with lock(corpus.directory, progress):
         try:

@@ -27,16 +27,16 @@ class GPTConfig:
     n_embd: int = 768  # width of the residual stream; the MLP is four times as wide
     dropout: float = 0.0  # probability, for embeddings, residual branches and attention weights alike
     document_end: int | None = (
-        None  # token id after which a new document begins, unseen by the next; None: one text
+        None  # token id that ends a document, which the next one does not see; None: one text
     )
     scale_attn_by_inverse_layer_idx: bool = False  # divide the scores of block i (from 0) by i + 1 (Mistral)
     # Heads of keys and values, which n_head / n_kv_head heads of queries share (arXiv 2305.13245). null: n_head.
     n_kv_head: int | None = None
     # Tokens that a query sees in the windowed layers, itself included (arXiv 2004.05150). null: no layer is windowed.
     window: int | None = None
-    # Which are: S a windowed layer, L one that sees all, repeated over the layers (SL: Gemma 2, arXiv 2408.00118).
+    # Which layers those are: S has the window, L sees all; repeated over the layers (SL: Gemma 2, arXiv 2408.00118).
     window_pattern: str = "SL"
-    # Scores become softcap * tanh(scores / softcap) (Gemma 2: 50). 0: they stay.
+    # Scores become softcap * tanh(scores / softcap) (Gemma 2: 50). 0: they stay as they are.
     softcap: float = 0.0
     # A learned logit per head that takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925).
     sinks: bool = False
@@ -44,9 +44,9 @@ class GPTConfig:
     qk_norm: bool = False
     # Rotary positions (arXiv 2104.09864) instead of the table of learned ones.
     rope: bool = False
-    # Their base: the slowest pair of a head turns once in about 2 pi rope_theta tokens.
+    # The base of rotary positions: the slowest pair of a head turns once in about 2 pi rope_theta tokens.
     rope_theta: float = 10000.0
-    # RMSNorm (arXiv 1910.07467) in the place of every LayerNorm.
+    # RMSNorm (arXiv 1910.07467) in place of every LayerNorm.
     rmsnorm: bool = False
     # What is between the two layers of an MLP.
     mlp: MLPKind = MLPKind.gelu
@@ -112,7 +112,7 @@ class GPTConfig:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Those of SWITCHES that are on, that is not GPT-2's, with their values."""
+        """Those of SWITCHES that are on, that is, not as in GPT-2, with their values."""
         off = {"n_kv_head": self.n_head, "window": None, "softcap": 0.0, "mlp": MLPKind.gelu}
         values = {name: getattr(self, name) for name in SWITCHES} | {"n_kv_head": self.kv_heads}
         return {name: value for name, value in values.items() if value != off.get(name, False)}
@@ -124,7 +124,7 @@ class GPTConfig:
 
     @property
     def attention_features(self) -> dict[str, Any]:
-        """The arguments beyond GPT-2's that its attention will get in some layer: to ask a backend for them."""
+        """The arguments beyond GPT-2's that attention gets in some layer, to ask a backend whether it takes them."""
         window = None if self.window is None else (self.window - 1, -1)
         return {"window": window, "softcap": self.softcap, "sinks": self.sinks or None}
 
@@ -142,10 +142,10 @@ class GPTConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Rows of c_fc. SwiGLU has three matrices: with 8/3 n_embd, rounded up to 64, they are as large as two."""
+        """Rows of c_fc. SwiGLU's three matrices, 8/3 n_embd wide up to a multiple of 64, hold as much as two."""
         return -(-8 * self.n_embd // 192) * 64 if self.mlp is MLPKind.swiglu else 4 * self.n_embd
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding matrix: vocab_size rounded up to 64, the width GPU matrix products want."""
+        """Rows of the embedding matrix: vocab_size rounded up to a multiple of 64, which suits matrix products."""
         return -(-self.vocab_size // 64) * 64

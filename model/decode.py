@@ -20,13 +20,13 @@ AttendFn = Callable[..., Tensor]
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
-    """By PyTorch's attention with a mask, on any device."""
+    """Attend with PyTorch's attention and a mask, on any device."""
     seen = torch.arange(k.size(2), device=k.device) < lengths[:, None]  # (B, room)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
 
 
 def alone(model: GPT) -> str | None:
-    """What of a model keeps its sequences from being decoded as a batch, or None."""
+    """What in a model keeps its sequences from being decoded as a batch, or None."""
     document = [] if model.config.document_end is None else ["document_end"]
     return ", ".join([*document, *model.config.switches]) or None
 
@@ -35,7 +35,7 @@ class Decoder:
     """The state of a batch that is being continued.
 
     attend: computes a step's attention; `kernels.flash.decode.decode_attention` is one for a GPU.
-    cuda_graph: replay a step as a CUDA graph, so that the host launches one thing and not dozens.
+    cuda_graph: replay a step as a CUDA graph, so that the host launches once and not dozens of times.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Append a token (B,) to each row; logits (B, vocab_size) after it. A full row overwrites its last one."""
+        """Append a token (B,) to each row; logits (B, vocab_size) after it. A full row overwrites its last token."""
         self.tokens.copy_(tokens)
         if not self.cuda_graph:
             return self._step()
@@ -96,7 +96,7 @@ class Decoder:
         return model.logits(model.ln_f(x))
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """Record a step. The ones that warm up, as torch asks before a capture, write only what the replay writes."""
+        """Record a step. The warm-up steps that torch wants before a capture write only what the replay writes."""
         before = self.lengths.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -126,11 +126,11 @@ def generate_batch(
     attend: AttendFn = attend_masked,
     cuda_graph: bool = False,
 ) -> list[Tensor]:
-    """Continue prompts, each int64 (length,), by up to n tokens more, up to and with end_token; prompts included.
+    """Continue prompts, each int64 (length,), by up to n tokens, ending with end_token if drawn; prompts included.
 
     ValueError for a model that is `alone`.
 
-    A row's window slides as in `generate`, whose arguments the others are; at temperature 0 its tokens are the same.
+    The other arguments are `generate`'s. A row's window slides as there; at temperature 0 its tokens are the same.
     attend, cuda_graph: see `Decoder`.
     """
     check_sampling(n, temperature, top_k)

@@ -2,7 +2,7 @@
 
 An addition to the residual stream and the LayerNorm that follows it are one function, and what follows a block's last
 addition is ln_1 of the next block. So a Stream travels between blocks: a block hands on the product that it has not
-added yet, and the next one adds it. Every block then reads its own parameters alone, as FSDP needs.
+added yet, and the next one adds it. So each block reads only its own parameters, as FSDP needs.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from .gpt import GPT, AttentionFn, Block, Linear, Seeds
 
 
 class FusedLayers(NamedTuple):
-    """The functions, which compute in torch's place:
+    """The functions that compute in place of torch's:
 
     linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
     dropout_add_norm: (x, update, bias, gain, shift, dropout_p, dropout_seed, eps, rms) -> x + dropout(update + bias),
-        and the LayerNorm of that; if rms its RMSNorm, and shift is None
+        and the LayerNorm of that; with rms its RMSNorm, and shift is None
     embedding: (tokens, weight) -> weight[tokens]
     dropout: (x, dropout_p, dropout_seed) -> dropout(x)
-    linear: (x, weight, bias or None) -> x @ weight.T + bias; if left out torch's
-    mlp: (x, weight, bias, projection) -> linear(linear_gelu(x, weight, bias), projection); if left out these two
+    linear: (x, weight, bias or None) -> x @ weight.T + bias; if left out, torch's
+    mlp: (x, weight, bias, projection) -> linear(linear_gelu(x, weight, bias), projection); if left out, these two
     """
 
     linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,11 +42,11 @@ class Stream(NamedTuple):
     x: Tensor  # (B, T, C)
     update: Tensor | None = None  # (B, T, C)
     bias: Tensor | None = None  # (C,)
-    seed: Tensor | None = None  # of that dropout
+    seed: Tensor | None = None  # of the dropout
 
 
 class FusedBlock(Block):
-    """Of its modules it calls only c_attn and reads the parameters of the others, so their hooks do not run."""
+    """It calls c_attn alone, and of its other modules only reads the parameters, so their hooks do not run."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class FusedBlock(Block):
 class FusedGPT(GPT):
     """GPT, with the same parameters, computing with the functions in `layers`.
 
-    Other arguments as GPT's. forward's dropout_seed decides all dropout masks.
+    The other arguments are GPT's. forward's dropout_seed decides all dropout masks.
     """
 
     def __init__(self, config: GPTConfig, attention: AttentionFn, layers: FusedLayers, **options: Any):
@@ -104,7 +104,7 @@ class FusedGPT(GPT):
 def add_norm(
     layers: FusedLayers, stream: Stream, norm: nn.LayerNorm | nn.RMSNorm, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """The stream in one tensor, and `norm` of it."""
+    """The stream as one tensor, and `norm` of it."""
     x, update, bias, seed = stream
     if update is None:
         return x, norm(x)

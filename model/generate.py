@@ -1,7 +1,7 @@
 """Sampling from a GPT, one token at a time, with a key-value cache.
 
-`generate` continues prompts of one length, `stream` hands out their tokens as they are drawn; prompts of unequal
-lengths are `decode.generate_batch`'s.
+`generate` continues prompts of one length, `stream` yields their tokens as they are drawn;
+`decode.generate_batch` takes prompts of unequal lengths.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ def generate(
 
     temperature: divides the logits; 0 takes the most likely token. top_k: sample among that many (None: all).
     generator: the only source of randomness; probabilities are moved to its device to draw. None: one seeded with 0.
-    end_token: a sequence that has drawn it is filled up with it, and generation stops when all have.
+    end_token: a sequence that has drawn it is padded with it, and generation stops when all have.
     never: ids that are not drawn, int64 (any number,), such as those that a tokenizer leaves unused.
 
     The model sees at most seq_len tokens. Of a longer prompt it reads the last seq_len; when the window is
     full, its older half is dropped and the rest read again, since learned positions cannot slide.
-    With a config.document_end it sees, as in training, only the document that a token belongs to; sequences then come
-    one at a time, since their documents end at different tokens.
+    With config.document_end a token sees only its own document, as in training; sequences then come one at a time,
+    since their documents end at different tokens.
     """
     drawn = stream(
         model,
@@ -60,7 +60,7 @@ def stream(
     end_token: int | None = None,
     never: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """The tokens with which `generate` continues, int64 (B,) at a time, each as soon as it is drawn.
+    """The tokens that `generate` adds, int64 (B,) at a time, as soon as they are drawn.
 
     Until it is used up or closed, the model stays in evaluation mode.
     """
@@ -75,7 +75,7 @@ def stream(
 
 
 def check_sampling(n: int, temperature: float, top_k: int | None) -> None:
-    """Raise ValueError for what cannot be drawn."""
+    """Raise ValueError for values with which nothing can be drawn."""
     if n < 0:
         raise ValueError(f"n={n}: it must be 0 or more tokens")
     if not temperature >= 0.0:  # NaN is neither
@@ -114,7 +114,7 @@ def _stream(model, tokens, n, temperature, top_k, generator, end_token, never) -
 
 
 def _read(model: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Add tokens to the cache; returns the hidden states of the last document's."""
+    """Add tokens to the cache; returns the hidden states of those in the last document."""
     if model.config.document_end is None:
         return model.hidden(tokens, cache=cache)
     ends = (tokens[0] == model.config.document_end).nonzero().flatten() + 1

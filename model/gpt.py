@@ -59,7 +59,7 @@ class CausalSelfAttention(nn.Module):
     def heads(
         self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        """(B, T, C) -> (B, T, C), all but the projection."""
+        """(B, T, C) -> (B, T, C), all but the output projection."""
         B, T, C = x.shape
         options = self.options(dropout_seed, cu_seqlens)
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
@@ -111,7 +111,7 @@ class Block(nn.Module):
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Mean NLL in nats, 0-d float32, of targets (N,) under softmax(hidden (N, C) @ weight (V, C).T).
 
-    Targets of -1 do not count (no target at all: 0). Rows of weight from vocab_size on are padding: they have
+    Targets of -1 do not count (if none counts: 0). Rows of weight from vocab_size on are padding: they have
     probability 0 and get no gradient.
     """
     logits = F.linear(hidden, weight)
@@ -135,7 +135,7 @@ def document_offsets(tokens: Tensor, end: int) -> Tensor:
 
 
 def dropout_seeds(seed: Tensor, count: int) -> list[Seeds]:
-    """Seeds for `count` blocks, 0-d int64; they share none with those of another `seed` close to this one.
+    """Seeds for `count` blocks, 0-d int64; a `seed` close to this one gives none of the same.
 
     They lie 16 bytes apart: with other alignments, kernels are launched slowly (kernels/launch.py).
     """
@@ -246,7 +246,7 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def seeds(self, dropout_seed: Tensor | None) -> list[Seeds]:
-        """Those of the embedding (its first), then of each block; None where nothing is dropped."""
+        """The embedding's seeds (it uses the first), then each block's; None where nothing is dropped."""
         count = 1 + len(self.h)
         if not self.training or self.config.dropout == 0.0:
             return [(None, None, None)] * count
@@ -276,7 +276,7 @@ class GPT(nn.Module):
         return attention_maps(self, tokens)
 
     def num_parameters(self, *, position_embeddings: bool = True) -> int:
-        """Parameters as published: tied weights once, without the padding of the vocabulary."""
+        """Number of parameters as published: tied weights once, without the padding of the vocabulary."""
         count = sum(parameter.numel() for parameter in self.parameters())
         count -= (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return count if position_embeddings else count - self.wpe.weight.numel()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 # The switches of a Llama; n_kv_head may be on too.
 _LLAMA = {"rope": True, "rmsnorm": True, "mlp": MLPKind.swiglu}
-# what GPT computes and a transformers config may ask otherwise
+# What GPT computes, where a transformers config may ask for something else.
 _REQUIRED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -40,8 +40,8 @@ def from_huggingface(
 ) -> GPT:
     """A GPT, float32 on the CPU, with the weights of source: a local checkpoint directory or a GPT2LMHeadModel.
 
-    dropout: for training on; the three values of the transformers config are not taken over. Nothing is
-    downloaded. Raises ValueError when source is no GPT-2 as published, or not all of one, naming what differs.
+    dropout: for further training; the three values of the transformers config are not used. Nothing is
+    downloaded. Raises ValueError when source is not GPT-2 as published, or incomplete, naming what differs.
     """
     if isinstance(source, str | os.PathLike):
         source = _load(Path(source))
@@ -80,8 +80,8 @@ def from_huggingface(
 
 def to_huggingface(model: GPT) -> "GPT2LMHeadModel | LlamaForCausalLM":
     """A GPT2LMHeadModel, float32 on the CPU, that computes what model does, dropout included if it is in training
-    mode; its save_pretrained writes it out. Only config.document_end has no equivalent there: it sees across
-    documents.
+    mode; its save_pretrained writes it out. Only config.document_end has no equivalent there: the result
+    sees across documents.
 
     With switches a LlamaForCausalLM, which drops nothing; ValueError names a switch that neither format has.
     """
@@ -175,7 +175,7 @@ def _to_llamas_names(ours: dict[str, Tensor], config: GPTConfig) -> dict[str, Te
 
 
 def _load(directory: Path) -> "GPT2LMHeadModel":
-    """The checkpoint in a directory, whole: transformers draws at random what it does not find, with a warning."""
+    """The checkpoint in a directory, whole: transformers would draw what is missing at random, with a warning."""
     if not (directory / "config.json").is_file():
         raise ValueError(
             f"{directory} is not a transformers checkpoint, a directory with a config.json (`hf download` gets one)"

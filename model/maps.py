@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     """The attention weights of every layer and head, (n_layer, B, n_head, T, T), without dropout.
 
-    Element [l, b, h, i, j] is what query i gives to key j. A row sums to 1; with sinks to less, and the rest went to
-    the sink. They are those of the attention that the model was given, with its rounding: build the model with naive
-    attention for the plain ones. Any attention gives them, since softmax(scores) times the identity is its weights:
-    it is called T / head_dim times more, with columns of that matrix for v.
+    Element [l, b, h, i, j] is what query i gives to key j. A row sums to 1, or with sinks to less: the rest goes to
+    the sink. The weights are those of the attention that the model was given, with its rounding; for plain ones build
+    the model with naive attention. Any attention gives them, since softmax(scores) times the identity is its weights:
+    it is called T / head_dim more times, with columns of the identity as v.
     """
     maps: list[Tensor] = []
     layers = attentions(model)
@@ -40,7 +40,7 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
 
 
 def _noting(attention: AttentionFn, maps: list[Tensor]) -> AttentionFn:
-    """The attention, which adds its weights (B, H, T, T) to `maps` whenever it is called."""
+    """The attention, made to append its weights (B, H, T, T) to `maps` at each call."""
 
     def noting(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         identity = torch.eye(v.size(2), dtype=v.dtype, device=v.device)

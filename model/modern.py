@@ -1,6 +1,6 @@
-"""GPT with the parts that later models have in the place of GPT-2's, each by its switch in GPTConfig.
+"""GPT with parts of later models in place of GPT-2's, each by its switch in GPTConfig.
 
-GPT's forward computes it: the parts are exchanged when the model is built, and a part that is off is GPT-2's own.
+GPT's forward computes it: parts are replaced when the model is built, and where a switch is off the part is GPT-2's.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ EPS = 1e-5  # of every RMSNorm: LayerNorm's
 def build_gpt(
     config: GPTConfig, attention: AttentionFn, *, layers: FusedLayers | None = None, **options: Any
 ) -> GPT:
-    """The model that `config` describes: GPT-2, or with a switch on one with that part.
+    """The model that `config` describes: GPT-2, or with a switch on, a model with that part.
 
-    layers: for the fused form, FusedGPT's. ValueError if that has no such part. options: GPT's.
+    layers: FusedGPT's, for the fused form; ValueError if that lacks such a part. options: GPT's.
     """
     if layers is None:
         return (ModernGPT if config.switches else GPT)(config, attention, **options)
@@ -31,7 +31,7 @@ def build_gpt(
 
 
 class ModernAttention(CausalSelfAttention):
-    """With a window, a softcap or sinks: more options of the attention."""
+    """Attention with a window, a softcap or sinks, which are further options of the function."""
 
     def __init__(self, config: GPTConfig, layer: int, attention: AttentionFn, packed: AttentionFn | None):
         super().__init__(config, layer, attention, packed)
@@ -48,7 +48,7 @@ class ModernAttention(CausalSelfAttention):
 
 
 class UnpackedAttention(ModernAttention):
-    """With grouped heads, normalised or rotated queries and keys too: q, k and v are no longer alike."""
+    """Also with grouped heads, or queries and keys normalised or rotated: q, k and v are then not alike."""
 
     part: Part | None = None  # see part.compute_part
 
@@ -80,7 +80,7 @@ class UnpackedAttention(ModernAttention):
 
 
 class HeadNorm(nn.RMSNorm):
-    """In the dtype of its gain: torch has no kernel for 16-bit heads, as autocast leaves them, and a wider gain."""
+    """RMSNorm in its gain's dtype: torch has no kernel for 16-bit heads, as from autocast, with a wider gain."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -132,8 +132,8 @@ def norm(config: GPTConfig) -> Any:  # GPT has a LayerNorm there
 class ModernGPT(GPT):
     """GPT with the parts that config's switches name. Arguments as GPT's.
 
-    attention may get also, where a switch is on: k and v (B, n_kv_head, T, D), window=(left, -1), softcap, and sinks
-    (n_head,) that are learned. `packed` is called unless heads are grouped, or q and k normalised or rotated.
+    Where a switch is on, attention also gets k and v (B, n_kv_head, T, D), window=(left, -1), softcap, or learned
+    sinks (n_head,). `packed` is called unless heads are grouped, or q and k normalised or rotated.
     """
 
     def build(self, attention: AttentionFn, packed: AttentionFn | None) -> None:
@@ -169,7 +169,7 @@ class ModernGPT(GPT):
 class FusedModernGPT(ModernGPT, FusedGPT):
     """ModernGPT, with the same parameters, computing with the functions in `layers` as FusedGPT does.
 
-    Their MLP is GPT-2's only: ValueError with another.
+    The MLP can only be GPT-2's: ValueError with another.
     """
 
     def __init__(self, config: GPTConfig, attention: AttentionFn, layers: FusedLayers, **options: Any):

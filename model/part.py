@@ -1,8 +1,8 @@
-"""A model on one of several ranks that share each sequence: it computes some chunks of it (context parallel).
+"""A model on one of several ranks that share each sequence: it computes some of its chunks (context parallel).
 
-It is given whole sequences, and computes its part of their hidden states; targets are that part too. All layers but
-attention treat tokens one by one. The attention must know of the other ranks' keys: q, k and v are those of the part,
-and cu_seqlens that of the whole sequences.
+It is given whole sequences and computes its part of their hidden states; targets are for that part only. All layers
+but attention treat tokens one by one. Attention must know of the other ranks' keys: it gets q, k and v of the part,
+but cu_seqlens of the whole sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Part(NamedTuple):
         return torch.cat([chunks[each] for each in self.chunks], dim)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """In their sequence, of the `length` tokens of the part: int64 (length,)."""
+        """Positions in their sequence of the part's `length` tokens: int64 (length,)."""
         return self.of(torch.arange(length * self.total // len(self.chunks), device=device), 0)
 
 
@@ -40,7 +40,7 @@ def compute_part(model: GPT, part: Part) -> None:
         length = x.size(1) * part.total // len(part.chunks)
         return x + part.of(model.wpe.weight[:length], 0)
 
-    # In the place of methods: GPT, its fused form and those of later models alike call them.
+    # These replace methods that GPT, its fused form and later models all call.
     model.embed = lambda tokens, start, seeds: embed(part.of(tokens, 1), start, seeds)  # type: ignore[method-assign]
     if not model.config.rope:
         model.with_positions = with_positions  # type: ignore[method-assign]

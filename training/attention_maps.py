@@ -1,7 +1,7 @@
 """A picture of what a run's heads look at: `python -m training.attention_maps RUN "a text"`.
 
-A row of the picture is a layer, a column a head; with --layer and --head it is one map, with the text's tokens beside
-it. In a map a row is a token that looks, and a column one that is looked at; the darker, the more.
+A row of the picture is a layer, a column a head; with --layer and --head it is one map, labelled with the text's
+tokens. In a map a row is a token that looks, a column a token that is looked at; the darker, the more.
 """
 
 from __future__ import annotations

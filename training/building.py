@@ -27,7 +27,7 @@ from .seeds import stream_seed
 
 @dataclass
 class Built:
-    """The same weights, four times: as they are, as they train with an exchange and without, as evaluated."""
+    """The same weights in four forms: as they are, for training with an exchange and without, for evaluation."""
 
     model: GPT
     train_model: Callable[..., Tensor]
@@ -38,7 +38,7 @@ class Built:
 
 
 def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], None]) -> Built:
-    """The model where the plan begins. begins: called with the phase of a step that does (metrics.Throughput)."""
+    """The model as the plan starts it. begins: called with a phase of a step as that begins (metrics.Throughput)."""
     config, computation, parallel = plan.config, plan.computation, plan.config.parallel
     init_seed = config.seed if config.init_seed is None else config.init_seed
     model = plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
@@ -77,7 +77,7 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
 
 
 def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:
-    """The model without an exchange, not compiled, replayed: called as the model is."""
+    """The model without an exchange, not compiled but replayed; it is called like the model."""
     local, device = with_sums(model, plan.computation.dtype), plan.world.device
     shape = (plan.computation.micro_batch, plan.config.model.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -89,7 +89,7 @@ def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:
 
     try:
         replay = recorded(model, loss, [tokens, tokens.clone(), *seeds])
-    except RuntimeError as error:  # as with torch's attention and dropout, whose seed the host reads
+    except RuntimeError as error:  # such as torch's attention with dropout, whose seed the host reads
         if "captur" not in str(error):
             raise
         raise ConfigError(

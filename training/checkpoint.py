@@ -1,4 +1,4 @@
-"""Checkpoints: one directory each, written under a temporary name and renamed, so that one that exists is complete.
+"""Checkpoints: one directory each, written under a temporary name, then renamed, so any that exists is complete.
 
     RUN/checkpoints/
       step-00001000/weights.safetensors  the model's state dict, all that sampling needs; the output projection is the
@@ -6,7 +6,7 @@
                     training.pt          optimizer, gradient scaler, step, seconds, and what must not change
                     parts/               with parallel.shard, weights and optimizer, as each rank had them
                     validation_loss      and its tokens, if it was the run's lowest; written after training.pt
-      best                               with trainer.keep_best, a link to the checkpoint with the lowest
+      best                               with trainer.keep_best, a link to the checkpoint with the lowest loss
 
 A directory whose name has a suffix is left over: half written, or being deleted. It is never read, and the next save
 removes it.
@@ -50,7 +50,7 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
 
 
 def begin(run_dir: Path, step: int, training: dict[str, Any], weights: dict | None = None) -> None:
-    """Write what one rank writes into `partial`: the rest of a checkpoint in parts is the ranks' own."""
+    """Write what one rank writes into `partial`: of a checkpoint in parts, each rank writes the rest itself."""
     folder = partial(run_dir, step)
     files = [folder / "training.pt"]
     _remove_leftovers(run_dir)
@@ -64,7 +64,7 @@ def begin(run_dir: Path, step: int, training: dict[str, Any], weights: dict | No
 
 
 def complete(run_dir: Path, step: int, keep: int) -> Path:
-    """Give a checkpoint that is all written its name, and drop all but the newest `keep`."""
+    """Give a checkpoint its name once all of it is written, and drop all but the newest `keep`."""
     final = at(run_dir, step)
     with _unless_full(run_dir, step):
         if final.exists():
@@ -97,7 +97,7 @@ def _prune(run_dir: Path, keep: int) -> None:
 
 
 class Best(NamedTuple):
-    """The checkpoint with the lowest validation loss, and of how many tokens that is."""
+    """The checkpoint with the lowest validation loss, and how many tokens that loss is of."""
 
     path: Path
     loss: float
@@ -149,7 +149,7 @@ def at(run_dir: Path, step: int) -> Path:
 
 
 def partial(run_dir: Path, step: int) -> Path:
-    """Where that one is written."""
+    """Where the checkpoint of `step` is written."""
     return at(run_dir, step).with_suffix(".partial")
 
 
@@ -159,7 +159,7 @@ def saved(run_dir: Path) -> list[Path]:
 
 
 def _put_aside(path: Path) -> None:
-    """Rename it to what _remove_leftovers takes. Deleted in place, half of it could outlive a kill under its name."""
+    """Rename it for _remove_leftovers. Deleted in place, half of it could survive a kill under its own name."""
     path.rename(path.with_suffix(f".{time.time_ns()}"))  # a unique one: earlier leftovers may still be there
 
 
@@ -216,7 +216,7 @@ def load_parts(checkpoint: Path, into: dict[str, torch.Tensor]) -> None:
 
 
 def _check_parts(checkpoint: Path) -> None:
-    """Raise ConfigError if a file of the parts is missing or cut short: what torch says of it names no file."""
+    """Raise ConfigError if a file of the parts is missing or cut short: torch's own error names no file."""
     folder = checkpoint / PARTS
     if not parts.is_whole(folder):
         raise ConfigError(f"{folder} has lost .metadata, which lists the parts; {_remedy(checkpoint)}.")
@@ -237,13 +237,13 @@ def _check_finite(path: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def not_finite(weights: dict[str, torch.Tensor]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity; of one in parts, this rank's is looked at."""
+    """The name of the first tensor with a NaN or an infinity; of one in parts, only this rank's part is checked."""
     local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in weights.items()}
     return next((name for name, weight in local.items() if not weight.isfinite().all()), None)
 
 
 def load_training(checkpoint: Path) -> dict[str, Any]:
-    """All else that was saved, on the CPU; a tensor is read only when it is used."""
+    """Everything else that was saved, on the CPU; a tensor is read only when it is used."""
     path = checkpoint / "training.pt"
     with _readable(path, checkpoint):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -34,11 +34,11 @@ from .corrections import CONFIGS, correction, explained, options_of
 from .files import REMEDY
 from .optimizer import OptimizerName
 
-# A setting that has no meaning by itself -> what reads it; whether a config has that; the settings that decide it.
+# A setting that means nothing alone -> what reads it; whether a config has that; the settings that decide it.
 _READ_WITH: dict[str, tuple[str, Callable[[Config], object], set[str]]] = {
     "trainer.init_positions": (
         "trainer.init_from",
-        lambda config: config.trainer.init_from or config.trainer.resume,  # what is resumed had it
+        lambda config: config.trainer.init_from or config.trainer.resume,  # the run to resume had it
         {"trainer.init_from"},
     ),
     "optimizer.momentum": (
@@ -72,14 +72,14 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
     ours = [] if makes_run and torchrun.is_main_rank() else ["hydra.run.dir=."]
     if usage:
         ours.append("hydra.help.template=" + "'" + usage.replace("'", r"\'") + "'")
-    # All settings first, since Hydra takes them in one block only: SETTINGS -m SETTINGS is what people type, too.
+    # All settings go first, since Hydra takes them only in one block, and people also type SETTINGS -m SETTINGS.
     theirs, typed = options.overrides, [sys.argv[0], *arguments]
     sys.argv[1:] = [*theirs, *ours, *(word for word in arguments if word not in theirs)]
     ConfigStore.instance().store(name="config_schema", node=Config)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise to us instead of printing several lines
     if "OMP_WAIT_POLICY" not in os.environ:
         # How long PyTorch's threads on a CPU look for work before they sleep. With one of two cores busy the default
-        # run made 3.9 to 4.4 thousand tokens/s without this and 7.8 to 9.1 with it; alone 15.0 and 16.1.
+        # run made 3.9 to 4.4 thousand tokens/s without this and 7.8 to 9.1 with it; with both free 15.0 and 16.1.
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
     job = _Job(task, makes_run, typed)
@@ -97,7 +97,7 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
 
 
 class _Job:
-    """What Hydra calls with a composed config, in a sweep once a run; pickled, if each has a process of its own."""
+    """What Hydra calls with a composed config, in a sweep once a run; pickled if each run has its own process."""
 
     def __init__(
         self, task: Callable[[Config, Path], float | None], makes_run: bool, command: list[str]
@@ -149,9 +149,9 @@ class _Job:
 
 
 class Sweep(jobs.Sweep):
-    """Says first which runs will be refused for their settings, each in its turn; a search draws them later."""
+    """Says first which runs will be refused in their turn, for their settings; a search draws its runs later."""
 
-    trains = True  # else what its runs compute with does not matter; `launch` says so
+    trains = True  # `launch` says; otherwise what its runs compute with does not matter
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         super().on_multirun_start(config)
@@ -174,7 +174,7 @@ class Sweep(jobs.Sweep):
 
 
 def _check_device(config: Config) -> None:
-    """Raise what a run in this process would for its device, such as an attention that does not run on it."""
+    """Raise what a run in this process would raise for its device, as for an attention that does not run on it."""
     from .distributed import World, resolve_device  # loads torch
     from .plan import checked
 
@@ -201,7 +201,7 @@ def _one_line_errors(job: _Job) -> Iterator[None]:
             raise
         if isinstance(error, OSError):
             sys.exit(f"error: cannot create the run directory ({error}); {REMEDY}")
-        # Hydra's own, of its options, or of a group that is null.
+        # Hydra's own error, about its options or a group that is null.
         sys.exit(f"error: {str(error).splitlines()[0]}")
     except SystemExit:  # a run of a sweep was told to stop, and ends the sweep
         sys.stderr.writelines(f"{each}\n" for each in job.refused)
@@ -227,7 +227,7 @@ def composed(*overrides: str) -> Config:
 
 
 def _typed(cfg: DictConfig, overrides: Iterable[str], command: Collection[str]) -> Config:
-    """The typed config; refuses what was set but nothing reads, unless a sweep varies what decides that."""
+    """The typed config; refuses a setting that nothing reads, unless a sweep varies what decides that."""
     config = from_hydra(cfg)
     varies = {word.lstrip("+").partition("=")[0]: word not in command for word in overrides}
     for setting, (reader, reads, decided_by) in _READ_WITH.items():
@@ -237,7 +237,7 @@ def _typed(cfg: DictConfig, overrides: Iterable[str], command: Collection[str]) 
         from kernels import ATTENTION  # loads torch
 
         if (backend := ATTENTION.get(config.attention.name)) and not backend.tier:
-            config.attention.tier = "auto"  # for those of the sweep that have tiers
+            config.attention.tier = "auto"  # the tier is for the sweep's other runs
     return config
 
 

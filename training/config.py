@@ -54,7 +54,7 @@ def one_line_errors() -> Iterator[None]:
 
 def cannot_load(error: Exception) -> str:
     """What to say of an error in importing a torch whose libraries do not fit together; "" for another error."""
-    # The loader's errors name a library, then say why; those of files have a number.
+    # The loader's errors name a library, then say why; errors about files have an errno.
     if getattr(error, "errno", None) is not None or not re.search(r"\.so[.\d]*(:|\s|$)", str(error)):
         return ""
     number = version("torch").partition("+")[0]
@@ -71,7 +71,7 @@ class Precision(Enum):
 
 class WandbMode(Enum):
     auto = "auto"  # online when an API key is configured, else offline, never a prompt
-    online = "online"  # to the server; without one the run does not begin
+    online = "online"  # to the server; if it does not answer, the run does not begin
     offline = "offline"  # into the run directory, for `wandb sync` or `wandb leet`
 
 
@@ -95,9 +95,9 @@ class ModelConfig(GPTConfig):
     vocab_size: int | None = None
     # The head and its loss. Fused: kernels.layers.linear_cross_entropy, which never holds the full logits.
     loss: Layers = Layers.auto
-    # The blocks' other layers. Fused (kernels.layers): one kernel for each bias and GELU, and one for each bias,
-    # dropout, residual addition and the LayerNorm that follows; the dropout mask is not stored. Also fused is the
-    # token embedding, whose gradient is bit for bit repeatable under torch.compile too.
+    # The blocks' other layers. Fused (kernels.layers): one kernel for a bias and its GELU, one for a bias, dropout,
+    # residual addition and the LayerNorm that follows; the dropout mask is not stored. The token embedding is fused
+    # too, with a gradient that is bit for bit repeatable, also under torch.compile.
     block: Layers = Layers.auto
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class ModelConfig(GPTConfig):
         self.vocab_size = given
 
 
-DRIFTS_FROM = 4096  # tokens of context, from which attention.precise_delta is on in bf16
+DRIFTS_FROM = 4096  # the context, in tokens, from which attention.precise_delta is on in bf16
 
 
 @dataclass
@@ -140,7 +140,7 @@ class DataConfig:
     cache_dir: str = "data/cache"
     # Fraction of the documents held out for validation; at least one document is.
     val_fraction: float = 0.01
-    # Take only this many documents, from the start; other files are not downloaded (hub: only with streaming).
+    # Take only this many documents, from the start; files without any are not downloaded (hub: only with streaming).
     limit_documents: int | None = None
     # Attention stays within a document: no token sees the documents packed before its own. This changes perplexity,
     # so compare only runs with the same value.
@@ -153,8 +153,8 @@ class DataConfig:
     # python_source: folders searched for .py files; empty: the standard library of this Python. A string or a list is
     # accepted, and turned into a list of strings; omegaconf has no type for that.
     roots: Any = field(default_factory=list)
-    # text_files: globs or folders of .txt, .jsonl(.gz, .zst) and .parquet. openwebtext, hub: globs of the
-    # repository's files, to take and download only those. A string or a list, as `roots`.
+    # text_files: globs or folders of .txt, .jsonl(.gz, .zst) and .parquet. openwebtext, hub: globs; only those of the
+    # repository's files are downloaded and read. A string or a list, as `roots`.
     files: Any = field(default_factory=list)
     # The field of .jsonl, .parquet and Hub rows that holds the text.
     column: str = "text"
@@ -170,8 +170,8 @@ class DataConfig:
     revision: str | None = None
     # hub: read over the network without a local copy.
     streaming: bool = False
-    # mix: prepared corpora, {FOLDER: weight, ...}: folders that prepare.py printed, or runs. The weights hold in
-    # training and in validation. (Hydra could add no folder to a dict[str, float].)
+    # mix: prepared corpora, {FOLDER: weight, ...}: folders that prepare.py printed, or runs. The weights apply
+    # to training and to validation. (Hydra could add no folder to a dict[str, float].)
     corpora: Any = None
 
     def __post_init__(self) -> None:
@@ -204,9 +204,9 @@ class TrainerConfig:
     # torch.compile the model. null: on CUDA only (on a CPU it costs more than a short run gains).
     compile: bool | None = None
     # Record the launches of a micro-step and replay them, so that a slow host does not keep the GPU waiting. null: on
-    # CUDA, of a compiled model, unless it is in parts, blocks are computed again, or ranks share sequences whose keys
-    # they do not gather. Of these true replays the last, where no documents are packed, and what is not compiled, on
-    # one GPU.
+    # CUDA, for a compiled model, unless it is in parts, blocks are recomputed, or ranks that share sequences do not
+    # gather their keys. true also replays the last of these, if no documents are packed, and on one GPU a model that
+    # is not compiled.
     cuda_graphs: bool | None = None
     # Largest global gradient norm; 0 switches clipping off.
     grad_clip: float = 1.0
@@ -215,7 +215,7 @@ class TrainerConfig:
     # Steps between evaluations; 0: at the end only.
     eval_every: int = 250
     # Tokens that an evaluation predicts, from the start of the validation split, the same each time. null: all of it.
-    # The last evaluation always is of the whole split.
+    # The last evaluation is always of the whole split.
     eval_tokens: int | None = None
     # At each evaluation also the accuracy on HellaSwag, val/hellaswag: lm-evaluation-harness's acc_norm, zero-shot.
     hellaswag: bool = False
@@ -230,9 +230,9 @@ class TrainerConfig:
     # A run directory, or one of its checkpoints, to resume from. auto: the run in hydra.run.dir if there is one, so
     # that one command starts a job and, when it is requeued, resumes it. A finished run is left as it is.
     resume: str | None = None
-    # Initial weights; the step (0), data, optimizer and schedule are this run's own: a run directory, one of its
-    # checkpoints, or a folder where Hugging Face's save_pretrained left a GPT-2. null: random weights.
-    # model.seq_len may be another than theirs: of a longer table of position embeddings the first rows are taken.
+    # Where initial weights come from: a run directory, one of its checkpoints, or a folder where Hugging Face's
+    # save_pretrained left a GPT-2. null: random weights. Step (0), data, optimizer and schedule are this run's own.
+    # model.seq_len may differ from theirs: of a longer table of position embeddings the first rows are taken.
     init_from: str | None = None
     # How a shorter table of position embeddings is extended to model.seq_len.
     init_positions: Positions = Positions.interpolate
@@ -278,7 +278,7 @@ class TrainerConfig:
         return done == self.steps or _due(done, self.save_every)
 
     def logs_at(self, done: int) -> bool:
-        """Whether a row of metrics is due: also where a checkpoint is, so that no broken model is saved."""
+        """Whether a row of metrics is due, as it also is with a checkpoint, so that no broken model is saved."""
         return self.saves_at(done) or _due(done, self.log_every) or done == 1
 
     def samples_at(self, done: int) -> bool:
@@ -296,13 +296,13 @@ class LoggerConfig:
 
     # Send the metrics to wandb as well.
     wandb: bool = True
-    # Where to.
+    # Where wandb's metrics go.
     mode: WandbMode = WandbMode.auto
-    # null: WANDB_PROJECT, or else tilegpt.
+    # wandb's project. null: WANDB_PROJECT, or else tilegpt.
     project: str | None = None
     # Runs to be compared share a group; a sweep (-m) sets it to the sweep's name.
     group: str | None = None
-    # Besides the name of the attention, which always is one.
+    # wandb's tags, besides the name of the attention, which is always one.
     tags: list[str] = field(default_factory=list)
     # Write the metrics for TensorBoard as well, into the run directory.
     tensorboard: bool = False
@@ -371,7 +371,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _either_side(value: int, able: list[int]) -> list[int]:
-    """Of ascending numbers, the last below `value` and the first above it, if there are."""
+    """Of ascending numbers, the last below `value` and the first above it, if there are any."""
     return [*[n for n in able if n < value][-1:], *[n for n in able if n > value][:1]]
 
 

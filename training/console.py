@@ -61,9 +61,9 @@ def for_shell(setting: str) -> str:
 
 
 def quoted_for_shell(setting: str) -> str:
-    """key=value as one types it where the value is to be one text to Hydra, whatever is in it."""
+    """key=value as one types it, for a value that Hydra is to take as one string, whatever is in it."""
     key, _, value = setting.partition("=")
-    # Within its quotes Hydra reads a backslash as one unless a quote follows, that of the end included.
+    # Within quotes Hydra reads a backslash as itself, unless a quote follows, the closing one included.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
     quoted = f"{key}='{escaped}'"
     return shlex.quote(quoted) if re.search(r'["$`]|\\{2}', quoted) else f'"{quoted}"'
@@ -73,7 +73,7 @@ class Progress:
     """One line that is rewritten: step, loss, tokens/s, time left. Into a file, a line every ten seconds."""
 
     def __init__(self, start: int, steps: int, shown: bool) -> None:
-        # Not a terminal that does not know its width, as a container's may not: tqdm would show nothing there.
+        # Not on a terminal that does not know its width, as in some containers: tqdm would show nothing there.
         self._live = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
         self._shown = shown
         self._begin = f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live}"
@@ -95,12 +95,12 @@ class Progress:
 
     def report(self, loss: float, tokens_per_second: float | None) -> None:
         rate = f"{tokens_per_second:,.0f} tokens/s · " if tokens_per_second else ""
-        # Not known before the first step.
+        # The time left is not known before the first step.
         self._bar.bar_format = f"{self._begin} · {{desc}}{{remaining}} left"
         self._bar.set_description_str(f"loss {loss:.4f} · {rate}", refresh=False)
 
     def evaluating(self, batches: Iterable[Batch], number: int) -> Iterable[Batch]:
-        """So many batches of an evaluation; while they take long, the line tells of them."""
+        """The batches of an evaluation, `number` of them; if they take long, the line shows how far it is."""
         self._bar.clear()  # it comes back with the next line that stays
         form = f"evaluating {self._begin.removeprefix('step ')} · {{remaining}} left"
         # The delay: nothing is shown of an evaluation that ends before the first line is due.

@@ -14,7 +14,7 @@ from . import torchrun
 from .config import DataConfig
 
 # Only rank 0 shows its progress, so it should be the one that prepares: the others let it begin first, for at most
-# this long, and then wait for its lock. On another node, which does not see rank 0's disk, one of them prepares.
+# this long, and then wait for its lock. On a node that does not see rank 0's disk, one of that node's ranks prepares.
 _GIVE_WAY_S = 10
 # What `prepare` and the trainer take; every other field of DataConfig describes the source.
 _NOT_SOURCE = ("tokenizer", "cache_dir", "val_fraction", "workers", "document_mask", "block_len")
@@ -40,4 +40,4 @@ def prepare_corpus(config: DataConfig, *, quiet: bool = False) -> Corpus:
         )
     finally:
         if progress:
-            progress.close()  # else tqdm draws its bar once more, behind an error
+            progress.close()  # else tqdm draws its bar once more, after an error

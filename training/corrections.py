@@ -120,7 +120,7 @@ def _meaning(key: str) -> str | None:
 
 
 def _nearest(key: str) -> str | None:
-    """The setting or group meant by `key`: one with its last word, since people forget groups, or the most alike."""
+    """The setting or group meant by `key`: one with its last word, as people forget groups, else the most alike."""
     settings = list(_setting_names(Config))
     word = key.split(".")[-1]
     if word in _NANOGPT_NAMES:
@@ -136,7 +136,7 @@ def _nearest(key: str) -> str | None:
 
 
 def _setting_names(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a dataclass tree, but for the groups themselves."""
+    """Every dotted key of a dataclass tree, except the groups themselves."""
     for f in fields(schema):
         if is_dataclass(f.default_factory):
             yield from _setting_names(f.default_factory, f"{prefix}{f.name}.")

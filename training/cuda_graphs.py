@@ -1,9 +1,9 @@
 """A micro-step as CUDA graphs, so that a slow host does not keep the GPU waiting.
 
 A step of GPT-2 small with 16 sequences a forward launches 3,700 kernels: with one H200 it took 158 ms, with
-another 117. torch.compile's mode "reduce-overhead" records what a forward and a backward launch once, and replays it;
-what is not compiled, torch.cuda.make_graphed_callables records. A replay writes where the recording wrote, so what
-outlives a micro-step needs memory of its own: the gradients.
+another 117. torch.compile's mode "reduce-overhead" records once what a forward and a backward launch, and replays it;
+torch.cuda.make_graphed_callables does so for a model that is not compiled. A replay writes where the recording wrote,
+so what outlives a micro-step, the gradients, needs memory of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,19 +33,19 @@ def resolve_graphs(
     gather_keys: bool = False,
     whole: bool = True,
 ) -> bool:
-    """Whether to replay; null: a compiled model, where it can be done and pays (another may be under a debugger).
-    Raises ConfigError when it is asked for and cannot.
+    """Whether to replay; null: only a compiled model (another may be under a debugger), if that is possible and pays.
+    Raises ConfigError when it is asked for and impossible.
 
-    whole: attention does not cut what is compiled into several graphs, as one does that reads something on the host.
+    whole: attention does not cut what is compiled into several graphs, as one that reads on the host does.
 
     On several GPUs torch.compile cuts a step's last micro-step where a bucket of gradients is full, so each piece is
-    recorded, and the exchange runs between them. On two H200 a step took 122.6 ms for 171 to 245 without (GPT-2
-    small, 131,072 tokens a step; results/nvidia-h200x2), because the host was too slow.
+    recorded, and the exchange runs between them. On two H200 a step took 122.6 ms, and 171 to 245 without replays,
+    because the host was too slow (GPT-2 small, 131,072 tokens a step; results/nvidia-h200x2).
 
-    The exchange of ranks that share a sequence is recorded with their kernels. With gathered keys, which short
-    sequences have, a step over four H200s took 74 ms for 82 at 32 k tokens, and as long at 64 k and 128 k
-    (results/nvidia-h200x4). A ring's only when asked for: over four H100s 64 k and 128 k took 5 and 3 % longer
-    (results/nvidia-h100-80gb-hbm3x4). The host reads where packed documents begin, which no replay can.
+    The exchange of ranks that share a sequence is recorded with their kernels. With gathered keys, as short sequences
+    have them, a step on four H200s took 74 ms at 32 k tokens, and 82 without replays; at 64 k and 128 k both took the
+    same (results/nvidia-h200x4). A ring is recorded only when asked for: on four H100s 64 k and 128 k took 5 and 3 %
+    longer (results/nvidia-h100-80gb-hbm3x4). The host reads where packed documents begin, which no replay can.
     """
     lacking = None
     if ranks.device.type != "cuda":
@@ -68,8 +68,8 @@ def resolve_graphs(
 class Local(nn.Module):
     """The model where no exchange waits for gradients: they may be summed, and DDP's buckets do not cut it.
 
-    It has code of its own, since torch.compile keeps what it compiled by the code that is called, and takes it
-    without asking for DDP: of the model and its DDP in one mode, whichever came first would serve both (torch 2.13).
+    It has code of its own, since torch.compile looks up what it compiled by the code that is called, and does not ask
+    about DDP: of the model and its DDP in one mode, whichever came first would serve both (torch 2.13).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -87,13 +87,13 @@ def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, whole: bool = Tr
 
 
 def with_sums(model: nn.Module, dtype: torch.dtype, *, whole: bool = True) -> Local:
-    """The model without an exchange. What is trained gets a gradient of zeros, to be added to.
+    """The model without an exchange. Each trained parameter gets a gradient of zeros, to be added to.
 
-    Our linear layers' products, loss and embedding add to them themselves, with fewer roundings: not the bits of a
-    run without replays.
+    Our linear layers, loss and embedding add to these themselves, with fewer roundings, so the bits are not those of
+    a run without replays.
 
-    whole: it is one graph, in which the loss and the embedding may add to one weight's gradient. Of several graphs
-        the embedding's finds that changed by the loss's, which autograd refuses.
+    whole: it is one graph, in which the loss and the embedding may add to one weight's gradient. With several graphs
+        the embedding's finds that gradient changed by the loss's, which autograd refuses.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -110,7 +110,7 @@ def with_sums(model: nn.Module, dtype: torch.dtype, *, whole: bool = True) -> Lo
 
 
 def replayed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """As `precision.compiled`, with replays. Its gradients are to be there when it is called."""
+    """`precision.compiled`, with replays. The gradients must exist when it is called."""
     compiled(model, dtype)  # for an older torch's cache tag; it compiles nothing before the first call
     return fusion.compiled(model, mode="reduce-overhead")
 
@@ -132,21 +132,21 @@ def recorded(
     """A loss that is not compiled, its forward and its backward recorded; for `add_gradients`.
 
     Args:
-        model: as `with_sums` prepared it; its gradients are zeros, and are so again afterwards.
+        model: as `with_sums` prepared it; its gradients are zeros, and are zeros again afterwards.
         loss: called with tensors of the shapes of `like`. It enters autocast itself, so that each replay casts the
             weights anew. It must not wait for the device: torch raises a RuntimeError then.
-        pool: of `torch.cuda.graph_pool_handle`, for several whose steps take turns.
+        pool: from `torch.cuda.graph_pool_handle`, for several losses whose steps take turns.
     """
     replay = torch.cuda.make_graphed_callables(
         _Loss(model, loss), tuple(like), allow_unused_input=True, pool=pool
     )
-    # The runs before the recording, by which kernels are compiled, added to what is summed.
+    # The runs before the recording, which compile the kernels, have added to the gradients.
     torch._foreach_zero_([each.grad for each in model.parameters() if each.grad is not None])
     return replay
 
 
 def add_gradients(loss: Tensor, model: nn.Module) -> None:
-    """As loss.backward() without hooks: autograd would start a kernel for each parameter, this starts a few."""
+    """As loss.backward() without hooks: autograd would launch a kernel for each parameter, this launches a few."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     new = torch.autograd.grad(loss, parameters, allow_unused=True)  # None: summed by its product
     pairs = [(parameter.grad, d) for parameter, d in zip(parameters, new, strict=True) if d is not None]

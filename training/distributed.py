@@ -42,8 +42,8 @@ class World:
     def totals(self, values: torch.Tensor) -> list[float]:
         """The numbers of that sum.
 
-        Not by `tolist`: while a thread waits in a copy into pageable memory, which `item` does not use, no other can
-        copy, and `rescue` has to while this one waits for a lost rank (measured: kernels/log/step.md).
+        Not by `tolist`: while a thread waits in a copy into pageable memory, no other can copy, and `rescue` has to
+        while this one waits for a lost rank (measured: kernels/log/step.md). `item` does not use such memory.
         """
         return [each.item() for each in self.sum(values)]
 
@@ -62,7 +62,7 @@ class World:
         return box[0]
 
     def disagreeing(self, disagrees: bool) -> int | None:
-        """The first rank that says so, None if none does."""
+        """The first rank whose `disagrees` is true, None if none is."""
         said = self.gather(disagrees)
         return said.index(1.0) if any(said) else None
 
@@ -124,10 +124,10 @@ def world(device_name: str) -> Iterator[World]:
 
 
 def store_of_restart() -> dist.Store | None:
-    """Where ranks that torchrun has started again find each other; None at the first start.
+    """Where ranks that torchrun has restarted find each other; None at the first start.
 
-    torchrun keeps its store over --max-restarts. Under the same names (torch 2.13), gloo found the addresses of the
-    ranks before, and in one of two restarts could not connect.
+    torchrun keeps its store across restarts (--max-restarts). Under the same names gloo found the addresses of the
+    earlier ranks, and in one of two restarts could not connect (torch 2.13).
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not restarts:

@@ -37,7 +37,7 @@ def environment(device: torch.device) -> dict[str, object]:
             "driver": _driver,
             "cuda": lambda: torch.version.cuda,
             "cudnn": torch.backends.cudnn.version,  # it raises where another version than torch's is loaded
-            # The loaded one. NCCL_VERSION, where an image sets it, is of the image's own.
+            # The NCCL that is loaded. NCCL_VERSION, where an image sets it, is of the image's own.
             "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
             "ptxas": _ptxas_version,
         }
@@ -53,14 +53,14 @@ def _or_none(fact: Callable[[], object]) -> object:
 
 
 def _triton_version() -> str:
-    """Of the Triton that is imported: the metadata may be that of another one, later on the path."""
+    """That of the Triton that is imported: the metadata may be another's, later on the path."""
     import triton
 
     return triton.__version__
 
 
 def _ptxas_version() -> str:
-    """Of the assembler that Triton calls, its own or TRITON_PTXAS_PATH's: registers and spills depend on it."""
+    """That of the assembler which Triton calls, its own or TRITON_PTXAS_PATH's: registers and spills depend on it."""
     from triton import knobs
 
     return knobs.nvidia.ptxas.version
@@ -94,7 +94,7 @@ def _commit() -> str:
 
 
 def _driver() -> str:
-    """Of its kernel module where that tells: nvidia-smi took more than 10 s with 96 processes."""
+    """The driver's version, from its kernel module if possible: nvidia-smi took over 10 s with 96 processes."""
     words = DRIVER.read_text().split() if DRIVER.exists() else []
     if told := [word for word in words if re.fullmatch(r"\d+(\.\d+)+", word)]:
         return told[0]

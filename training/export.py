@@ -48,7 +48,7 @@ def main() -> None:
 def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: bool = False) -> None:
     """Write the model of a run directory or checkpoint. Raises ConfigError where that cannot be done.
 
-    tokenizer_name: what data.tokenizer would be by now, if the run's rank file has moved. gguf: also as model.gguf.
+    tokenizer_name: what data.tokenizer has to be now, if the run's rank file has moved. gguf: also as model.gguf.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: name a new one.")
@@ -84,7 +84,7 @@ def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: boo
 
 
 def tokenizer_of(encoding: tiktoken.Encoding, seq_len: int) -> PreTrainedTokenizerFast:
-    """The same tokens for the same text, except that <|endoftext|> in it is the end of a document."""
+    """Gives the same tokens for the same text, except that <|endoftext|> in it is the end of a document."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -98,12 +98,12 @@ def tokenizer_of(encoding: tiktoken.Encoding, seq_len: int) -> PreTrainedTokeniz
 
 
 def byte_level_bpe(encoding: tiktoken.Encoding) -> Tokenizer:
-    """An encoding of tiktoken as one of tokenizers."""
+    """A tiktoken encoding as a tokenizer of the package `tokenizers`."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary, merges = merges_of(encoding)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    # A + behind {1,3} means possessive to tiktoken's engine and "again" to this one; at an alternative's end, as
+    # A + after {1,3} means possessive to tiktoken's engine and "again" to this one; at an alternative's end, as
     # cl100k_base and o200k_base have it, the greedy form matches the same.
     pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", encoding._pat_str)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -118,7 +118,7 @@ def byte_level_bpe(encoding: tiktoken.Encoding) -> Tokenizer:
 
 
 def generation_of(encoding: tiktoken.Encoding, seq_len: int) -> GenerationConfig:
-    """As sample.py draws, to the end of the context."""
+    """Settings to draw as sample.py does, to the end of the context."""
     from transformers import GenerationConfig
 
     from .sampling import unused_ids
@@ -131,7 +131,7 @@ def generation_of(encoding: tiktoken.Encoding, seq_len: int) -> GenerationConfig
         do_sample=True,
         temperature=0.8,
         top_k=50,
-        # With it transformers warns of whoever asks for max_new_tokens, which it then takes. Without it a pipeline
+        # With it transformers warns whoever asks for max_new_tokens, and then uses that. Without it a pipeline
         # goes on for 256 tokens: at a context of 64 an IndexError (transformers 5.24).
         max_length=seq_len,
         suppress_tokens=unused_ids(encoding).tolist() or None,
@@ -139,7 +139,7 @@ def generation_of(encoding: tiktoken.Encoding, seq_len: int) -> GenerationConfig
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload an exported folder to the Hub; returns the commit's address. A repository that is not there is made."""
+    """Upload an exported folder to the Hub; returns the commit's address. A missing repository is created."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # of httpx, or of httpx2, whichever it uses
 

@@ -18,7 +18,7 @@ def fault(
 ) -> str | None:
     """What is wrong with a step, None if nothing.
 
-    loss: its mean over all ranks. norm: of all gradients; grad_norms: of each parameter's that is trained, in order.
+    loss: the mean over all ranks. norm: of all gradients; grad_norms: of each trained parameter's, in order.
     """
     if not math.isfinite(loss):
         return f"the loss is {loss}"
@@ -44,8 +44,8 @@ def diverged(why: str, done: int, broken: int, run_dir: Path, dtype: torch.dtype
     """What to say of a run that ends at step `done`.
 
     broken: the step whose weights failed; only an older checkpoint is named. rounded: whether attention's backward
-    uses an output that was rounded to 16 bits, of which runs diverge (kernels/log/hopper_backward.md), and could do
-    without by precise_delta.
+    uses an output that was rounded to 16 bits, from which runs diverge (kernels/log/hopper_backward.md), and which
+    precise_delta would avoid.
     """
     kept = [path for path in checkpoint.saved(run_dir) if path < checkpoint.at(run_dir, broken)]
     left = f"the newest checkpoint from before is {kept[-1]}" if kept else "no checkpoint was saved before"
@@ -55,7 +55,7 @@ def diverged(why: str, done: int, broken: int, run_dir: Path, dtype: torch.dtype
 
 
 def out_of_memory(config: Config, ranks: World) -> str:
-    """What to say of it, with the largest micro-batch that needs at most half as much."""
+    """What to say of full memory, with the largest micro-batch that needs at most half as much."""
     _, micro_batch = config.accumulation_steps(ranks.size // config.parallel.context)
     full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
     if micro_batch == 1:

@@ -1,7 +1,7 @@
 """A model and its tokenizer as one GGUF file, the format of llama.cpp and what is built on it.
 
 llama-cpp-python 0.3.36 gives the same tokens, logits and greedy text as our model, for bytes and for GPT-2's
-tokenizer; tests/training/test_export.py looks again where it is installed.
+tokenizer; tests/training/test_export.py checks this again where it is installed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def write_gguf(model: GPT2LMHeadModel, encoding: tiktoken.Encoding, path: Path) 
             for token in ids
         ]
     )
-    # gguf writes no empty list, and llama.cpp reads no file without one: of bytes, a merge that never applies.
+    # gguf writes no empty list, and llama.cpp reads no file without merges: for bytes, one that never applies.
     end = names[encoding.eot_token]
     writer.add_token_merges([" ".join(pair) for pair in merges or [(end, end)]])
     writer.add_bos_token_id(encoding.eot_token)

@@ -1,4 +1,4 @@
-"""HellaSwag during training: in how many questions the right one of four endings is the likeliest.
+"""HellaSwag during training: how often the right one of four endings is the likeliest.
 
 Zellers et al. 2019, arXiv 1905.07830. Texts, tokens and scores are those of lm-evaluation-harness, whose acc_norm of
 the exported model is the same number: an ending's log-likelihood after its context, divided by its characters.
@@ -35,7 +35,7 @@ TIMEOUT = 30
 
 class Ending(NamedTuple):
     tokens: list[int]  # of the context and the ending
-    scored: int  # tokens at the end that are the ending's
+    scored: int  # how many of these, the last ones, are the ending's
     characters: int
 
 
@@ -102,12 +102,12 @@ def _question(row: dict, tokenizer: tiktoken.Encoding) -> Question:
 
 
 def _plain(text: str) -> str:
-    """Without the marks of the web pages that some texts are from."""
+    """Without the markup of the web pages that some texts come from."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def batches(questions: list[Question], sequences: int, world: World) -> list[list[Question]]:
-    """This rank's part of the questions, `sequences` endings at a time, as many batches as on the other ranks."""
+    """This rank's part of the questions, `sequences` endings at a time, in as many batches as on the other ranks."""
     size = max(1, sequences // 4)
     mine = sorted(questions, key=lambda each: len(each.endings[0].tokens))[world.rank :: world.size]
     most = math.ceil(len(questions) / world.size)
@@ -121,7 +121,7 @@ def accuracy(
     world: World,
     autocast: Callable[[], AbstractContextManager],
 ) -> float:
-    """The share of this rank's and all other ranks' questions that are answered right.
+    """The share of all ranks' questions that are answered right.
 
     Uses no random numbers and touches no training state.
     """
@@ -143,7 +143,7 @@ def accuracy(
 
 
 def _log_likelihoods(model: GPT, endings: list[Ending], device: torch.device) -> torch.Tensor:
-    """float32 (endings,): of each ending after its context, whose beginning is cut off if it is too long."""
+    """Those of the endings after their contexts, float32 (endings,); too long a context loses its beginning."""
     kept = [ending.tokens[-model.config.seq_len - 1 :] for ending in endings]
     length = max(map(len, kept)) - 1
     inputs = torch.zeros(len(kept), length, dtype=torch.int64)

@@ -25,8 +25,8 @@ from .resume import AUTO
 from .seeds import stream_seed
 
 _SIZES = ("n_layer", "n_head", "n_embd")
-# The settings that weights depend on. Dropout, the document mask, and for a longer context window and rope_theta are
-# each run's own; seq_len, see with_positions.
+# The settings that weights depend on. Each run has its own dropout and document mask and, for a longer context, its
+# own window and rope_theta; for seq_len see with_positions.
 _SHAPE = (*_SIZES, "scale_attn_by_inverse_layer_idx", *sorted({*SWITCHES} - {"window"}))
 _GPT2_VOCABULARY = 50257
 _PRESETS = Path(__file__).parents[1] / "configs" / "model"
@@ -74,9 +74,9 @@ def with_positions(
 
     interpolate, the default, stretches the table, as for images (arXiv 2010.11929): every row is between two that
     the model knows, but near positions are nearer than it has seen them. repeat is Longformer's (arXiv 2004.05150,
-    section 5), and random draws new rows; with both the first T positions keep their loss, and those behind them have
+    section 5), and random draws new rows; with either the first T positions keep their loss, and the later ones have
     to be learned. Measured on bytes of Python with 2 layers, 64 wide, from 64 to 128 positions: the loss was 1.60
-    before, then at once 1.83, 2.62 and 2.65 in this order, and after 100 steps 1.62, 2.10 and 2.10.
+    before, 1.83, 2.62 and 2.65 (in this order) right after, and 1.62, 2.10 and 2.10 after 100 steps.
     """
     old = table.size(0)
     if seq_len <= old:
@@ -120,7 +120,7 @@ def _from_hugging_face(path: Path, tokenizer: str) -> InitialWeights:
         model = from_huggingface(path, get_attention("naive"))  # any: attention has no weights
     except ImportError:
         raise ConfigError(f"trainer.init_from={path} needs transformers: pip install transformers.") from None
-    except Exception as error:  # safetensors, for one, has a kind of its own
+    except Exception as error:  # safetensors, for one, raises a class of its own
         reason = (str(error) or type(error).__name__).splitlines()[0].removesuffix(".")
         raise ConfigError(f"trainer.init_from={path} cannot be read as a GPT-2: {reason}.") from error
     ours, size = load_tokenizer(tokenizer), model.config.vocab_size
@@ -134,7 +134,7 @@ def _from_hugging_face(path: Path, tokenizer: str) -> InitialWeights:
 
 
 def _tokens_in(folder: Path) -> dict[str, int] | None:
-    """The vocabulary that a tokenizer's file beside the weights has, as that of our own exports."""
+    """The vocabulary in the tokenizer's file next to the weights, as our own exports have one."""
     try:
         file = json.loads((folder / "tokenizer.json").read_text())
         return file["model"]["vocab"] | {each["content"]: each["id"] for each in file["added_tokens"]}
@@ -143,7 +143,7 @@ def _tokens_in(folder: Path) -> dict[str, int] | None:
 
 
 def _differing(theirs: GPTConfig, ours: ModelConfig) -> tuple[list[str], list[str]]:
-    """Where `ours` is not the shape of `theirs`, and what to type for that; a model of configs/ by its name."""
+    """Where the shape of `ours` differs from `theirs`, and what to type for theirs; a model of configs/ by name."""
     has = [f"model.{name}={value}" for name, value in _shape(ours).items() if value != _shape(theirs)[name]]
     base: GPTConfig = ours
     needs = []

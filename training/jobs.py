@@ -1,7 +1,7 @@
 """Runs of a sweep that submitit starts as jobs of their own: hydra/launcher=slurm, or local.
 
-A job is another process, often on another machine. What it needs of the process that started it travels in a pickle
-and in environment variables; what it says stands in files below the sweep's directory.
+A job is another process, often on another machine. What it needs from the process that started it travels in a pickle
+and in environment variables; what it says goes into files below the sweep's directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prepare(overrides: list[str]) -> None:
 
 
 def extra_with(config: str) -> str | None:
-    """The extra that brings a config of a plugin, such as hydra/sweeper/optuna."""
+    """The pip extra that installs a plugin's config, such as hydra/sweeper/optuna."""
     brings = {"hydra/sweeper/optuna": "search", "hydra/launcher/submitit_": "slurm"}
     return next((extra for start, extra in brings.items() if config.startswith(start)), None)
 
@@ -50,7 +50,7 @@ def join_ranks() -> None:
 
 
 def hand_on(stopped: SystemExit) -> None:
-    """A run that was told to stop has saved. Out of time, its job is then queued again, by submitit's handler."""
+    """For a run that was told to stop and has saved: if its time was up, submitit's handler requeues its job."""
     from submitit import JobEnvironment
 
     job = JobEnvironment()
@@ -80,7 +80,7 @@ class Sweep(Callback):
     """What every sweep does, whatever makes its runs."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Leave multirun.yaml, which tells that a folder is a sweep's: Optuna's sweeper does not."""
+        """Write multirun.yaml, which marks a folder as a sweep's: Optuna's sweeper does not."""
         _check_search(config.hydra)
         folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)

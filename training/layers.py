@@ -35,7 +35,7 @@ def resolve_layers(
 def make_gpt(
     config: GPTConfig, attention: AttentionFn, *, loss: Layers, block: Layers, generator: torch.Generator
 ) -> GPT:
-    """The model with its loss and its blocks in the layers given, which are resolved.
+    """The model with its loss and its blocks in the given layers, none of which is `auto`.
 
     The fused layers are imported here: they import triton, which may be absent, and takes half a second.
     """

@@ -19,7 +19,7 @@ from .distributed import resolve_device
 
 
 def read_run(found: Path) -> tuple[Config, str]:
-    """The config of the run that a checkpoint is of, and the hash of its tokenizer."""
+    """The config of the run that a checkpoint belongs to, and the hash of its tokenizer."""
     files = [found.parent.parent / name for name in ("config.yaml", "tokenizer.json")]
     for file in files:
         if not file.is_file():
@@ -38,7 +38,7 @@ def load_run(
 ) -> tuple[GPT, tiktoken.Encoding]:
     """The model of a run directory or checkpoint, in eval mode and float32, and its tokenizer.
 
-    tokenizer_name: what data.tokenizer would be by now, if the run's rank file has moved.
+    tokenizer_name: what data.tokenizer has to be now, if the run's rank file has moved.
     """
     found = checkpoint.find(path)
     config, sha256 = read_run(found)

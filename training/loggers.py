@@ -23,10 +23,10 @@ COLUMNS = [
     "val/bits_per_byte",
     "val/hellaswag",
     "perf/step_ms",
-    # Parts of the above; on CUDA as the device saw it. The rest is logging and the loop itself.
+    # Parts of the above, on CUDA timed on the device. The rest is logging and the loop itself.
     "perf/data_ms",
     "perf/forward_backward_ms",
-    # Of several ranks' gradients, the time that no computation hid; among ranks that hold all.
+    # The exchange between ranks, of gradients and of a sharded model's parts: the time that no computation hid.
     "perf/exchange_ms",
     "perf/optimizer_ms",
     "perf/tokens_per_second",
@@ -114,5 +114,5 @@ class CsvLogger(Logger):
 
 
 def csv_cell(value: float) -> float | str:
-    """A value as metrics.csv has it, of seven digits."""
+    """A value as metrics.csv has it, with seven digits."""
     return f"{value:.7g}" if isinstance(value, float) else value

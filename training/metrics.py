@@ -64,8 +64,8 @@ class Throughput:
     is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
-    `forward_backward`, `blocks` (a sharded model's, in the forward: no wait for parts), `attention` (of ranks that
-    share sequences, who wait for each other in it; not with CUDA graphs; perf/ has both in forward_backward),
+    `forward_backward`, `blocks` (a sharded model's, in which no rank waits for parts), `attention` (where ranks share
+    sequences and wait for each other, not with CUDA graphs; perf/ counts this and `blocks` as forward_backward),
     `exchange` (of gradients and parts, where nothing hides it: `replicated`, `time_blocks`) and `optimizer` (with
     unscaling and clipping). The remainder is logging and the loop itself.
     """
@@ -90,11 +90,11 @@ class Throughput:
             self._phases.begin("data")
 
     def begins(self, phase: str) -> None:
-        """What follows is of `phase`, until another begins or the step ends."""
+        """What follows counts as `phase`, until another begins or the step ends."""
         self._phases.begin(phase)
 
     def attends(self) -> AbstractContextManager[None]:
-        """What is done in it is `attention`, if it is of a step; what follows is of the phase before."""
+        """What is done within counts as `attention`, if it is part of a step; what follows, as the phase before."""
         return self._phases.within("attention")
 
     def step(self) -> None:
@@ -154,7 +154,7 @@ class Phases:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """`phase` inside of another one, which then goes on. Outside of any, as in an evaluation, nothing counts."""
+        """`phase` within another one, which then goes on. Outside any phase, as in an evaluation, nothing counts."""
         outer = self._stamps[-1][0] if self._stamps else None
         if outer:
             self.begin(phase)
@@ -208,7 +208,7 @@ def slowest_rank(seconds: dict[str, float] | None, world: World) -> dict[str, fl
     """Which of several ranks computes longest, and how many times as long as the median one. All ranks call it."""
     if world.size == 1 or seconds is None:
         return {}
-    # Where a rank does not wait for another's gradients, parts of the model, or keys and values.
+    # Phases in which a rank does not wait for another's gradients, parts of the model, or keys and values.
     computing = world.gather(seconds["data"] + seconds.get("blocks", seconds["forward_backward"]))
     longest = max(computing)
     ratio = longest / statistics.median_low(computing)
@@ -237,7 +237,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def _peak_resident_bytes() -> int:
-    """Of this process since it began or reset_peak_memory. Linux's ru_maxrss would count a larger parent's."""
+    """Of this process, since it began or reset_peak_memory ran. Linux's ru_maxrss would count a larger parent's."""
     if sys.platform == "linux":
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

@@ -20,7 +20,7 @@ Rows = dict[nn.Parameter, list[int]]
 def matrices(model: nn.Module) -> Rows:
     """The matrices of the blocks, each with the number of rows of every map that is in it.
 
-    c_attn holds three, for q, k and v, which Jordan orthogonalises apart; the others hold one.
+    c_attn holds three, for q, k and v, which Jordan orthogonalises separately; the others hold one.
     """
     rows = {}
     for name, parameter in model.h.named_parameters():
@@ -47,7 +47,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Hand on the state and the groups, which a state dict has replaced."""
+        """Pass on the state and the groups that loading a state dict has replaced."""
         self.adamw.state, self.adamw.param_groups = self.state, self.param_groups[1:]
         momenta = [
             self.state[parameter]["momentum_buffer"].split(self.rows[parameter]) for parameter in self.rows

@@ -20,7 +20,7 @@ class OptimizerName(Enum):
 class OptimizerConfig:
     """AdamW, or Muon together with it (training/muon.py); both take the same learning rate and weight decay."""
 
-    # Which; `optimizer=muon` says the same.
+    # Which one; `optimizer=muon` sets it too.
     name: OptimizerName = OptimizerName.adamw
     # Peak learning rate; the schedule scales it.
     lr: float = 6e-4
@@ -74,7 +74,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
     """The optimizer that `config` names, with its moments.
 
     The moments are allocated here, not in the first step: a run that has no room for them ends before it compiles,
-    and the peak memory seen while CUDA graphs are recorded includes them. The allocator sees nothing of what a replay
+    and the peak memory seen while CUDA graphs are recorded includes them. The allocator does not see what a replay
     uses: for GPT-2 small it reported 7.9 GiB, where it reports 8.8 without graphs.
     """
     groups = parameter_groups(model, config.weight_decay, config.decay_embeddings)
@@ -111,8 +111,8 @@ def update(
 ) -> torch.Tensor:
     """Clip the gradients to a norm, take the optimizer's step, and drop the gradients, or zero them if they are kept.
 
-    With them kept, the weights that `kernels.layers.linear` multiplies by are cast again, and all of it but the norms
-    is a pass of our own where that can be (kernels/layers/adamw.py).
+    If they are kept, the weights that `kernels.layers.linear` multiplies by are cast again, and all of this but the
+    norms is one pass of our own where possible (kernels/layers/adamw.py).
 
     Returns the norm of each parameter's gradient before clipping, float32 (parameters,), still on the device: after
     clipping by a norm that is not finite, the gradients no longer tell where it came from. With an enabled scaler,

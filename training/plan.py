@@ -41,7 +41,7 @@ class Computation:
     attention: str
     attention_fn: AttentionFn  # of whole sequences, where no ranks share them
     attention_tier: str | None
-    why_portable: str | None  # why a Hopper GPU's own kernels are not that, for the banner
+    why_portable: str | None  # why attention on a Hopper GPU runs the portable kernels; for the banner
     precise_delta: bool
     dtype: torch.dtype
     loss: Layers
@@ -50,8 +50,8 @@ class Computation:
     gather_keys: bool  # those of ranks that share a sequence
     graphs: bool
     whole: bool  # torch.compile makes the model one graph
-    accumulation: int  # micro-steps an optimizer step
-    micro_batch: int  # sequences a micro-step and rank
+    accumulation: int  # micro-steps per optimizer step
+    micro_batch: int  # sequences per micro-step and rank
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -69,7 +69,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before its first step. Nothing of it changes later, and all that reports on the run reads it here."""
+    """A run before its first step. None of it changes later, and whatever reports on the run reads it here."""
 
     config: Config  # with what the tokenizer and the starting point decide
     run_dir: Path
@@ -88,7 +88,7 @@ class Plan:
 
     @cached_property
     def blocks_at_once(self) -> int | None:
-        """Blocks whose parts are gathered at once; None: the model is in no parts."""
+        """Blocks whose parts are gathered at once; None: the model is not in parts."""
         parallel, tokens = self.config.parallel, self.computation.micro_batch * self.config.model.seq_len
         if parallel.shard is Shard.none:
             return None
@@ -126,7 +126,7 @@ class Plan:
 def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialWeights | None]:
     """The plan of a run, and the weights that trainer.init_from names.
 
-    What cannot work is refused here: first by the checks that take no time, then by what does, such as a corpus.
+    What cannot work is refused here: first by checks that take no time, then by steps that do, such as the corpus.
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
     # Before the tokenizer is downloaded, whose error would hide these.
@@ -155,7 +155,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
 
 
 def checked(config: Config, ranks: World) -> tuple[Layout, Computation]:
-    """What of a plan takes no time; raises as `resolve` does."""
+    """The parts of a plan that take no time to resolve; raises as `resolve` does."""
     _check_whole(config)
     named_corpus(config.data)
     check_context(config, ranks)
@@ -164,7 +164,7 @@ def checked(config: Config, ranks: World) -> tuple[Layout, Computation]:
 
 
 def _check_best(plan: Plan) -> None:
-    """Raise ConfigError where the best checkpoint so far is the best by losses of other tokens than this run's."""
+    """Raise ConfigError where the best checkpoint so far was chosen by losses of other tokens than this run's."""
     best = plan.world.share(checkpoint.best(plan.run_dir)) if plan.config.trainer.keep_best else None
     if best is None or best.path > checkpoint.at(plan.run_dir, plan.start.step):
         return
@@ -240,11 +240,11 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
 
 
 def _drifts(config: Config, attention: str, dtype: torch.dtype) -> bool:
-    """Whether a run keeps what rounding takes from attention's output though nobody asked (attention.precise_delta).
+    """Whether a run that sets no attention.precise_delta keeps the rounding error of attention's output.
 
-    In bf16 a model of 25 M parameters diverged at context 4096 without, and did not at 2048
+    Without it, in bf16, a model of 25 M parameters diverged at context 4096, and did not at 2048
     (kernels/log/hopper_backward.md). On the Hopper kernels it costs 1 to 2 % of attention's time there. A ring does
-    not have it, and the Hopper kernels, where asked for by name, not with every feature.
+    not have it; nor do the Hopper kernels, if asked for by name, with every feature.
     """
     asked = config.attention
     can = attention == "flash" and config.parallel.context == 1 and asked.tier != "hopper"

@@ -33,9 +33,9 @@ def compiled(
     Before PyTorch's pull request 181564 (in 2.13, not in 2.11) the key of its compiled graphs on disk lacked
     autocast's dtype: a bf16 run found the graph of an fp16 run of the same model, computed in fp16 without a gradient
     scaler, and ended at a loss of 2.97 instead of 2.85. There a tag keeps them apart; it belongs to the process, so
-    call the model before compiling another for another dtype. Later ones get none: TorchInductor's compile workers do
-    not hear of it, so tiles were kept under a key that no run looked up, and each timed them anew, and
-    with 2.15 a resumed run ended up to 7e-5 nats from the uninterrupted one (kernels/log/versions.md).
+    call the model before compiling another for another dtype. Later versions get none: TorchInductor's workers do
+    not learn of a tag, so tiles were stored under a key that no run looked up, each run timed them anew, and with
+    2.15 a resumed run ended up to 7e-5 nats from the uninterrupted one (kernels/log/versions.md).
     """
     if numbers_of(torch.__version__) < (2, 13):  # read when the model is first called
         compiler.config.cache_key_tag = f"{_USERS_TAG}{dtype}"

@@ -60,7 +60,7 @@ def _memory(path: Path, on_gpu: bool, say: Callable[[str], None]) -> Iterator[No
 
 
 def _costliest(profiler: profile, on_gpu: bool) -> str:
-    """The operations that took most time themselves: kernels on a GPU, PyTorch's operators on a CPU."""
+    """The operations with most time of their own: kernels on a GPU, PyTorch's operators on a CPU."""
     device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
     times = {
         event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event.count)

@@ -60,7 +60,7 @@ def _section(schema: type, prefix: str, value: dict[str, Any], bare: dict[str, A
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The comment of each name that a class and its bases define: above it, or behind it."""
+    """The comment of each name that a class and its bases define: above it, or after it."""
     found = comments(cls.__base__) if is_dataclass(cls.__base__) else {}
     source = textwrap.dedent(inspect.getsource(cls))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)

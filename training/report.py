@@ -167,7 +167,7 @@ def in_sweep(run_dir: Path) -> bool:
 
 
 def _why(model: ModelConfig) -> str:
-    """Why `auto` does not take the fused blocks, where that is the model's doing."""
+    """Why `auto` does not take the fused blocks, if the model is the reason."""
     if model.block is not Layers.auto:
         return ""
     if lacking := model.fused_lacks:

@@ -30,7 +30,7 @@ _NOT_REPORTED = (
 )
 # Settings of data that the tokens do not depend on; identity() has the last one.
 _SAME_CORPUS = ("data.cache_dir", "data.workers", "data.document_mask", "data.block_len")
-# What was resolved, and the setting that decides it: with `auto` or null it may have changed although that has not.
+# What was resolved -> the setting that decides it: with `auto` or null, the first may change without the second.
 _RESOLVED = {
     "attention": "attention.name",
     "attention_tier": "attention.tier",
@@ -55,20 +55,20 @@ class Start:
     seconds: float = 0.0  # how long it had run by then
     init_from: str | None = None  # where its first weights came from
     identity: dict[str, Any] = field(default_factory=dict)
-    # What is not as in the checkpoint's run: [was, is].
+    # What differs from the checkpoint's run: [was, is].
     changed: dict[str, list] = field(default_factory=dict)
     history: dict[str, dict[str, list]] = field(default_factory=dict)  # what each resume changed, by its step
     warm_up: str | None = None  # what to say if the schedule warms up once more
 
     def checked(self, config: Config, corpus: Corpus, facts: dict[str, Any]) -> Start:
-        """With what has changed. Raises ConfigError where this run would not continue that one."""
+        """This start, with what has changed. Raises ConfigError if this run would not continue that one."""
         run_dir = self.checkpoint.parent.parent
         # Where a checkpoint is older than a setting, it was trained with the default.
         older = _tensors(GPTConfig(), OptimizerConfig())
         was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
         before = _settings(run_dir / "config.yaml")
         if differing := [name for name in now if was.get(name) != now[name]]:
-            if "corpus" in differing:  # a hash; what made it another
+            if "corpus" in differing:  # a hash: name what changed it
                 for name, pair in _changed(before, config, _SAME_CORPUS).items():
                     if name.startswith("data."):
                         was[name], now[name] = pair
@@ -86,7 +86,7 @@ class Start:
                 f"to evaluate it, use trainer.init_from={self.path} trainer.steps=0."
             )
         facts_before = _record(run_dir / "facts.json")
-        if before and facts_before:  # a run from before these were facts, and null a value of the settings
+        if before and facts_before:  # a run older than these facts, and than null for these settings
             facts_before.setdefault("precise_delta", bool(before.get("attention.precise_delta")))
             facts_before.setdefault("gather_keys", bool(before.get("parallel.gather_keys")))
         changed = _changed(before, config, _NOT_REPORTED)
@@ -112,7 +112,7 @@ def resume_path(config: Config, run_dir: Path) -> str | None:
 
 
 def finished(config: Config, run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run that is to resume in its own directory and is at its end: nothing is left to do.
+    """The summary of a run that is to resume in its own directory but has ended: nothing is left to do.
 
     Evaluated once more, it would lose the speed that is in its summary.
     """
@@ -177,7 +177,7 @@ def _record(file: Path) -> dict[str, Any]:
 
 
 def _settings(config_file: Path) -> dict[str, Any]:
-    """The settings of a run so far, by dotted name; {} of a checkpoint alone, or if they cannot be read."""
+    """The settings of a run so far, by dotted name; {} for a lone checkpoint, or if they cannot be read."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -192,7 +192,7 @@ def _settings(config_file: Path) -> dict[str, Any]:
 def _changed(was: dict[str, Any], config: Config, ignoring: tuple[str, ...]) -> dict[str, list]:
     """{"trainer.steps": [20000, 40]}: where `config` is not what the run was trained with so far.
 
-    ignoring: the beginnings of names.
+    ignoring: prefixes of names.
     """
     from omegaconf import OmegaConf
 
@@ -205,7 +205,7 @@ def _changed(was: dict[str, Any], config: Config, ignoring: tuple[str, ...]) -> 
 
 
 def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:
-    """What to say where this run's schedule would warm up at `step`, though the run so far had done so."""
+    """What to say where this run's schedule would warm up at `step`, though the run so far has done so."""
     if not {"schedule.warmup_fraction", "trainer.steps"} <= was.keys():
         return None
     steps = config.trainer.steps
@@ -220,7 +220,7 @@ def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:
 
 
 def _history(known: dict[str, dict], step: int, changed: dict[str, list]) -> dict[str, dict[str, list]]:
-    """What each resume changed, by its step, this one included. known: the same of the resumes before.
+    """What each resume changed, by its step, this one included. known: the same, of earlier resumes.
 
     What an earlier resume changed after `step` counts as changed at `step`, where this run branches off.
     """

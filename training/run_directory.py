@@ -31,7 +31,7 @@ from .tensorboard_logger import TensorBoardLogger, check_tensorboard
 from .wandb_logger import WandbLogger, check_wandb
 
 LOCK = ".lock"
-# Prefixes of settings that each host may have its own of: where text, tokens and other runs are.
+# Prefixes of settings that may differ from host to host: where text, tokens and other runs are.
 _OF_A_HOST = (
     *("logger.", "data.cache_dir", "data.workers", "data.files", "data.roots", "data.corpora"),
     *("data.repo", "data.tokenizer", "trainer.hellaswag_file", "trainer.init_from", "trainer.resume"),
@@ -52,12 +52,12 @@ def claimed(config: Config, run_dir: Path, ranks: World) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked and [path.name for path in run_dir.iterdir()] == [LOCK]:
-            (run_dir / LOCK).unlink()  # nothing of a refused run stays
+            (run_dir / LOCK).unlink()  # a refused run leaves nothing
         lock.release()
 
 
 def _check_alike(config: Config, ranks: World) -> None:
-    """Raise ConfigError where ranks have unlike settings: they would wait for ever, or part in silence."""
+    """Raise ConfigError where ranks have unlike settings: they would wait for ever, or diverge silently."""
     from omegaconf import OmegaConf
 
     settings = flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(config))))
@@ -104,7 +104,7 @@ def _resumes_in_place(config: Config, run_dir: Path) -> bool:
 
 
 def _check_corpus(plan: Plan) -> None:
-    """Raise ConfigError where a host has prepared other tokens than rank 0's, as of another Python's source."""
+    """Raise ConfigError where a host has prepared other tokens than rank 0's, such as another Python's source."""
     mine, ranks = plan.corpus.fingerprint, plan.world
     if (rank := ranks.disagreeing(mine != ranks.share(mine))) is not None:
         raise ConfigError(
@@ -187,7 +187,7 @@ class Recorder:
     def close(self, model: GPT, summary: dict[str, Any], window_seconds: list[float]) -> None:
         """Write and print the results of a finished run, and a sample from its model. All ranks call it.
 
-        window_seconds: of a step, in each window that was measured.
+        window_seconds: seconds a step, in each window that was measured.
         """
         plan, config, run_dir = self._plan, self._plan.config.trainer, self._plan.run_dir
         is_main = plan.world.is_main

@@ -65,7 +65,7 @@ def sample_texts(
     temperature: float = 0.8,
     top_k: int | None = 50,
 ) -> list[str]:
-    """As `sample_text`, of several prompts, in one batch if the model can."""
+    """As `sample_text`, for several prompts, in one batch if the model can."""
     if alone(model):
         options = (tokens, generator, temperature, top_k)
         return [sample_text(model, tokenizer, prompt, *options) for prompt in prompts]

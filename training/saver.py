@@ -1,4 +1,4 @@
-"""A run's checkpoints: whole or in parts, the best kept; and what is left, saved when a rank is lost."""
+"""A run's checkpoints: whole or in parts, with the best kept, and one saved by what is left when a rank is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Saver:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Within it a whole model is updated; `rescue` saves what is from between two updates."""
+        """A whole model is updated within it; `rescue` saves only a state from between two updates."""
         with self._updating:
             self._updates[0] += 1
             yield
@@ -47,15 +47,15 @@ class Saver:
                 self._updated.record()
 
     def keep_up(self) -> None:
-        """With other ranks, wait until the device has made the last update; to be called after a forward was queued.
+        """With other ranks, wait until the device has made the last update; to be called once a forward is queued.
 
-        The driver takes some 1,024 launches ahead. Then the thread that launches waits in it, and may keep others
-        out: if the device waits for a lost rank, `rescue` could not copy. A step of GPT-2 small queues about 800 from
-        its exchange to the next forward's end, a larger model more. The forward keeps the device busy meanwhile. Not
-        measured on a GPU yet.
+        The driver queues some 1,024 launches. Beyond that the launching thread waits in the driver, and may keep
+        others out: if the device waits for a lost rank, `rescue` could not copy. GPT-2 small queues about 800 from
+        a step's exchange to the end of the next forward, a larger model more. That forward keeps the device busy
+        meanwhile. Not measured on a GPU yet.
         """
         if self._updated:
-            self._updated.synchronize()  # lets go of Python's lock
+            self._updated.synchronize()  # releases Python's lock
 
     def save(self, done: int, seconds: float) -> None:
         """Save what is there after `done` steps; parts are copied, and written while training goes on."""
@@ -76,7 +76,7 @@ class Saver:
         return self._plan.world.share(checkpoint.at(self._run_dir, done).exists())
 
     def is_best(self, loss: float) -> bool:
-        """Whether no checkpoint is kept as the best, or that one's validation loss is higher."""
+        """Whether no checkpoint is kept as the best, or the kept one's validation loss is higher."""
         best = checkpoint.best(self._run_dir)
         return self._plan.world.share(best is None or loss < best.loss)
 
@@ -87,9 +87,9 @@ class Saver:
             checkpoint.keep_best(self._run_dir, done, loss, tokens, self._keep)
 
     def rescue(self, seconds: float) -> int | None:
-        """The step at which this rank, with another one lost, has saved all; None if it has no step, or only parts.
+        """Save all of the run as another rank is lost; the step saved, None if this rank has no step or only parts.
 
-        In the thread of the watch: the main thread waits in a collective, and so may the device.
+        Called in the watch's thread: the main thread waits in a collective, and so may the device.
         """
         if self._parts:
             return None

@@ -12,7 +12,7 @@ class Decay(Enum):
     wsd = "wsd"  # warm-up, stable, decay: constant until the last part of the run
 
 
-# Where the decay's own setting is left out.
+# What a decay uses where its setting is null.
 _FINAL_FRACTION = {Decay.cosine: 0.1, Decay.linear: 0.0, Decay.wsd: 0.0}
 _DECAY_FRACTION = 0.2
 
@@ -21,7 +21,7 @@ _DECAY_FRACTION = 0.2
 class ScheduleConfig:
     """How the learning rate moves: linear warm-up from 0, then a decay to `final_fraction` of the peak."""
 
-    # From the end of warm-up to the end of the run; with wsd, over its last part.
+    # The decay's shape, from the end of warm-up to the end of the run; with wsd, over the run's last part.
     decay: Decay = Decay.cosine
     # Part of the run that warms up, so that a shorter run stays the same recipe. 0.01 in the FlashAttention recipe.
     warmup_fraction: float = 0.05

@@ -20,9 +20,9 @@ def is_main_rank() -> bool:
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Of the ranks of a host that exit with a line, which mostly is the same, the first one prints it.
+    """Where the ranks of a host exit with a line, mostly the same one, only the first rank prints it.
 
-    When that has exited, torchrun ends the others. If it does not in a while, the line is another rank's own. Every
+    When that rank has exited, torchrun ends the others. One that is not ended in a while has a line of its own. Every
     rank's line is in torchrun's summary, which comes last and is longer.
     """
     try:

@@ -38,7 +38,7 @@ from .saver import Saver
 from .schedule import learning_rate
 from .seeds import stream_seed
 
-# How many times as long as the median rank one may compute before it is named.
+# How many times as long as the median rank a rank may compute before it is named.
 FALLS_BEHIND = 1.5
 Batch = TypeVar("Batch")
 
@@ -96,7 +96,7 @@ class Trainer:
             corpus.tokenizer(config.data.tokenizer),
         )
         self.validation = EvaluationBatches(corpus.val, seq_len, sequences)
-        self.beginning = None  # what evaluations before the last one take
+        self.beginning = None  # what evaluations before the last one are of
         if config.trainer.eval_tokens:
             part = beginning(corpus.val, config.trainer.eval_tokens, tokenizer)
             self.beginning = EvaluationBatches(part, seq_len, sequences)
@@ -115,13 +115,13 @@ class Trainer:
     # ---- the run ---------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step, evaluate, report. A signal ends it sooner: saved, and with SystemExit."""
+        """Train to the last step, evaluate, report. A signal ends it sooner: it saves, and raises SystemExit."""
         self.recorder = Recorder(self.plan)
         self.interrupt = Interrupt(self.world)  # the ranks meet here: by now each has its watch
         self.done = self.plan.start.step
         summary: dict[str, Any] = {}
         try:
-            # Stamped while a CUDA graph is recorded, an event has no time of its own, and no replay stamps another.
+            # An event stamped while a CUDA graph is recorded has no time of its own, and replays stamp no other.
             attends = nullcontext if self.plan.computation.graphs else self.throughput.attends
             with self.interrupt.listening(), self.watch.watching(), passes_within(attends):
                 self.recorder.begin()
@@ -150,7 +150,7 @@ class Trainer:
         return summary
 
     def _train(self) -> Evaluation:
-        """Take every step that is left, and return the last evaluation. Raises StopRequested, once it is saved."""
+        """Take every step that is left, and return the last evaluation. Raises StopRequested, once all is saved."""
         config = self.config.trainer
         # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
         if config.evaluates_at(self.done):
@@ -278,7 +278,7 @@ class Trainer:
         return total, norms
 
     def _micro_step(self, last: bool) -> Callable[..., torch.Tensor]:
-        """What computes it. Ranks exchange gradients once a step, with the last one; shard=full, with each."""
+        """What computes a micro-step. Ranks exchange gradients in a step's last one; with shard=full, in each."""
         if self.sharded:
             self.throughput.begins("exchange")  # up to the first block
             begin_micro_step(self.model, self.config.parallel.shard, last)
@@ -324,9 +324,9 @@ class Trainer:
 
     @torch.no_grad()
     def _check_update(self, done: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Give up if the update just made broke the model: its step's loss is from before it.
+        """Give up if the update just made broke the model: the step's loss is from before the update.
 
-        By one sequence, not compiled: compiling what evaluates may take longer than a signal leaves.
+        Judged by one sequence, not compiled: compiling the evaluation may take longer than a signal leaves.
         """
         self.model.eval()
         with self.plan.autocast():
@@ -400,7 +400,7 @@ class Trainer:
         self.throughput.resume()
 
     def _rescue(self, why: str) -> str:
-        """Save what this rank has, if that is all of it, as another is lost; returns what to say."""
+        """As another rank is lost, save what this one has, if that is the whole model; returns what to say."""
         saved = checkpoint.saved(self.run_dir)
         said = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
         try:

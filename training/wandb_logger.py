@@ -20,7 +20,7 @@ from .files import write_whole
 from .loggers import COLUMNS, Kept, Logger
 from .report import in_sweep
 
-# How long a run waits for a server of wandb's: when it begins, and for the last of its rows when it ends. torchrun
+# How long a run waits for wandb's server: when it begins, and for the last of its rows when it ends. torchrun
 # kills a rank 30 s after it was told to stop.
 BEGIN_SECONDS, END_SECONDS = 20, 20
 # What WANDB_MODE may be; dryrun is wandb's old word for offline.
@@ -140,7 +140,7 @@ class WandbLogger(Logger):
         self._send(lambda: self._run.log(metrics, step=metrics["step"]))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """For a table, which is sent at the end: wandb asks its server before it takes one, and waits."""
+        """Keep it for a table that is sent at the end: wandb waits for its server before it takes one."""
         self._samples.append((step, prompt, text))
 
     def alert(self, why: str) -> None:
@@ -188,7 +188,7 @@ def _unchanged_if_refused(folder: Path) -> Iterator[None]:
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, stop)  # which else ends Python at once
+    previous = signal.signal(signal.SIGTERM, stop)  # which otherwise ends Python at once
     before = [*folder.glob("*")]
     links = {path: path.readlink() for path in before if path.is_symlink()}
     try:
@@ -211,7 +211,7 @@ def _unchanged_if_refused(folder: Path) -> Iterator[None]:
 
 
 def check_wandb(config: LoggerConfig) -> None:
-    """Raise ConfigError for what wandb would refuse only once the run has begun, each as a traceback of its own."""
+    """Raise ConfigError for what wandb would refuse only once the run has begun, each with a traceback of its own."""
     if not config.wandb:
         return
     if importlib.util.find_spec("wandb") is None:
@@ -262,7 +262,7 @@ def wandb_mode(mode: WandbMode) -> str:
 
 
 def _display_name(run_dir: Path) -> str:
-    """The directory's, in a sweep with the sweep's own name or number behind it: 0_nano_flash cba9."""
+    """The directory's name, in a sweep followed by the sweep's own name or number: 0_nano_flash cba9."""
     if not in_sweep(run_dir):
         return run_dir.name
     sweep = run_dir.resolve().parent.name

@@ -44,7 +44,7 @@ def check_recompute(how: Recompute, attention: str, resolve: Callable[[str], obj
 
 
 def recompute(model: GPT, how: Recompute) -> None:
-    """Have each block keep its input alone, or with its attention's result, and compute the rest in the backward.
+    """Have each block keep only its input, or also its attention's result, and recompute the rest in the backward.
 
     Chen et al. 2016, arXiv 1604.06174. Names of modules and parameters stay as they are.
     """
@@ -63,12 +63,12 @@ def _keep_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) 
 
 
 def time_blocks(model: GPT, begins: Callable[[str], None]) -> None:
-    """Have each block's forward be a phase of its own, and what passes between blocks too, in both passes.
+    """Time each block as a phase, and what happens between blocks as another, in the forward and the backward.
 
     A model in parts is gathered and reduced outside of the blocks' computing: FSDP's hooks run around `forward`. So
-    `blocks` is where a rank waits for no other, and `exchange` is what no computation hides, with the copies into
-    whole parameters, the host's time for it, and before the first block the embeddings, behind it their gradients.
-    A micro-step begins with it. Between blocks that are gathered at once it lasts no time.
+    in `blocks` a rank waits for no other. `exchange` is what no computation hides, with the copies into whole
+    parameters, the host's time for it, the embeddings before the first block, and their gradients after it. A
+    micro-step begins with `exchange`. Between blocks that are gathered at once it takes no time.
     """
     for block in model.h:
         block.forward = partial(_timed, begins, block is model.h[-1], block.forward)
@@ -96,7 +96,7 @@ def _timed(
 
 
 def _begun_by_gradient(stream: Any, begin: Callable[[], None]) -> Any:
-    """What is between two blocks, a tensor or a tuple of some; begin: called once all their gradients are there."""
+    """The stream between two blocks, a tensor or a tuple of some. begin: called once all its gradients are there."""
     if isinstance(stream, Tensor):
         return _Begins.apply(begin, stream)[0]
     of = [place for place, each in enumerate(stream) if isinstance(each, Tensor) and each.requires_grad]
@@ -109,7 +109,7 @@ class _Begins(torch.autograd.Function):
     def forward(ctx: Any, begin: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.begin = begin
         ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in tensors)  # of views FSDP warns
+        return tuple(each.detach() for each in tensors)  # FSDP warns of views
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

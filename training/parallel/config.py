@@ -22,7 +22,7 @@ class Recompute(Enum):
 
 class GradientDtype(Enum):
     fp32 = "fp32"  # the sum of the ranks as one rank would compute it, to rounding
-    bf16 = "bf16"  # half the bytes: the gradients' own under precision=bf16, rounded again where ranks are summed
+    bf16 = "bf16"  # half the bytes: the gradients' dtype under precision=bf16, rounded again in the sum over ranks
 
 
 @dataclass
@@ -34,18 +34,18 @@ class ParallelConfig:
     # Blocks of a model in parts that are gathered at once, and whose gradients are reduced at once. null: as many as
     # an H200 computes in 12 ms, so that it seldom waits for its host (training/parallel/shard.py).
     blocks_at_once: int | None = None
-    # Adjacent ranks that share each sequence, so that it may be longer than one GPU holds: keys and values travel
+    # How many adjacent ranks share each sequence, so that it may be longer than one GPU holds: keys and values travel
     # between them (kernels/ring).
     context: int = 1
-    # They gather a layer's keys and values at once instead. null: where a sequence is so short that a ring would wait
-    # for the host, they fit (kernels/ring/gathered.py), and no documents are packed.
+    # Have these ranks gather a layer's keys and values at once instead. null: if a sequence is so short that a ring
+    # would wait for the host, keys and values fit (kernels/ring/gathered.py), and no documents are packed.
     gather_keys: bool | None = None
-    # Activations that the backward computes again instead of keeping them; useful on one GPU, too.
+    # Activations that the backward recomputes instead of keeping them; useful on one GPU, too.
     recompute: Recompute = Recompute.none
     # The dtype in which ranks exchange gradients.
     gradient_dtype: GradientDtype = GradientDtype.fp32
     # Seconds after which a rank that does nothing, while others wait for it, is taken for dead: the run is saved and
-    # ends. It is named long before, and one that is dead within half a minute. Saving may take as long, no longer.
+    # ends. Such a rank is named long before, and a dead one within half a minute. Saving may take as long, no longer.
     timeout: float = 600.0
 
     def __post_init__(self) -> None:

@@ -56,7 +56,7 @@ def check_context(config: Config, ranks: World) -> None:
 
 
 def attention_of(config: Config, name: str, **request: Any) -> tuple[str, AttentionFn]:
-    """As kernels.resolve_attention; what ranks that share sequences get or are told to use is one of ATTENTIONS."""
+    """As kernels.resolve_attention, but ranks that share sequences get, or are told to use, one of ATTENTIONS."""
     if config.parallel.context == 1:
         return resolve_attention(name, **request)
     ours = "flash" if request["device"].type == "cuda" else "naive"
@@ -92,7 +92,7 @@ def in_ring(name: str, config: Config, place: Layout, gather_keys: bool) -> Atte
 
 
 def part_of(place: Layout) -> Part | None:
-    """What of each sequence this rank computes; None: all."""
+    """The part of each sequence that this rank computes; None: all of it."""
     if place.context_size == 1:
         return None
     return Part(chunks_of(place.context_rank, place.context_size), 2 * place.context_size)

@@ -1,7 +1,7 @@
-"""Whether a process lives, as its system tells it: also where Python, in a long call, does not get to say so.
+"""Whether a process lives, as its system tells, even while a long call keeps its Python from saying so.
 
-Every rank holds a connection to rank 0. The system of a process that dies closes it, and that of a host that is gone
-no longer acknowledges what the other end sends to ask (TCP's keepalive). Nothing else is sent over it.
+Every rank holds a connection to rank 0. When a process dies, its system closes the connection; a host that is gone no
+longer acknowledges the probes of the other end (TCP's keepalive). Nothing else is sent over it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-# Seconds without traffic, between questions, and how many of these go unanswered: 20 s in all.
+# Seconds without traffic, seconds between probes, and how many probes go unanswered: 20 s in all.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _CONNECT = 5.0
 
@@ -36,7 +36,7 @@ class Links:
             store.set("link", f"{_own_address()}|{self._listener.getsockname()[1]}|{self._key.hex()}")
 
     def connect(self) -> None:
-        """To rank 0, which has been made."""
+        """Connect to rank 0, whose Links have been made."""
         address, port, key = self._store.get("link").decode().split("|")
         try:
             link = socket.create_connection((address or os.environ["MASTER_ADDR"], int(port)), _CONNECT)
@@ -84,7 +84,7 @@ def is_stopped(process: int) -> bool:
 
 
 def _asking(link: socket.socket) -> socket.socket:
-    """With keepalive, and for reads that do not wait."""
+    """The link with keepalive, and with reads that do not wait."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # not all on every system
@@ -94,7 +94,7 @@ def _asking(link: socket.socket) -> socket.socket:
 
 
 def _own_address() -> str:
-    """This host's, as seen on the way to the store; empty where that is here, and the store's address does."""
+    """This host's address on the way to the store; empty where the store is here, and its address will do."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_DGRAM):
         # A name may have an IPv6 address, and this host none.

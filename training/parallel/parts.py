@@ -54,7 +54,7 @@ def read(folder: Path, into: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
             dcp.load(into, checkpoint_id=folder, no_dist=True)
-    except CheckpointException as error:  # a BaseException, of what each rank met
+    except CheckpointException as error:  # a BaseException that holds what each rank raised
         raise RuntimeError(str(next(iter(error.failures.values()))[0])) from error
 
 

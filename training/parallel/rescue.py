@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 
 def aside(device: torch.device) -> AbstractContextManager:
-    """Another stream than the training's, which may wait for ever for the gradients of the rank that is lost.
+    """Another stream than the training's, which may wait for ever for the gradients of the lost rank.
 
-    Of another priority, since streams of one priority share eight queues of the device, and the exchange of each
+    It has another priority, since streams of one priority share eight queues of the device, and the exchange of each
     bucket leaves one of them waiting. Not measured on a GPU yet.
     """
     if device.type != "cuda":
@@ -26,10 +26,10 @@ def snapshot(
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """(updates, the model's state dict, the optimizer's), all on the CPU and from between two updates.
 
-    To be called within `aside`. An update that is queued on the stream of the training may run meanwhile; then all is
-    copied again.
+    To be called within `aside`. An update that is queued on the training's stream may run meanwhile; then everything
+    is copied again.
 
-    updates: int64 (2,), how many have begun and how many have ended, counted on the stream of the training.
+    updates: int64 (2,), how many have begun and how many have ended, counted on the training's stream.
     """
     while True:
         ended = int(updates[1])

@@ -25,7 +25,7 @@ class PartsSaver:
     def __init__(self, ranks: World, run_dir: Path, keep: int) -> None:
         self._ranks, self._run_dir, self._keep = ranks, run_dir, keep
         self._check_seen_by_all()
-        # The threads' own, since two collectives at once in one group could meet each other.
+        # A group for the threads alone: two collectives at once in one group could be matched with each other.
         self._group = dist.new_group(backend="gloo")
         self._writing: Future | None = None
         self._named = threading.Event()
@@ -77,12 +77,12 @@ class PartsSaver:
             self._named.set()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written has its name. Raises ConfigError if it cannot have it."""
+        """Wait until the checkpoint that is being written has its name. Raises ConfigError if it cannot get it."""
         if self._writing is None:
             return
         self._named.wait()
         self._writing = None
-        # Of a rank that could not write all are told, but only rank 0 knows whether it could rename.
+        # All ranks are told of one that could not write, but only rank 0 knows whether it could rename.
         failed = self._failed if self._ranks.is_main else None
         if why := self._ranks.share(failed and _reason(failed)):
             where = self._run_dir / checkpoint.FOLDER

@@ -20,18 +20,18 @@ from model.gpt import GPT
 
 from .config import GradientDtype, ParallelConfig, Shard
 
-# Of blocks that are gathered at once. FLOPs in a micro-step, at least: FSDP costs a host 5 ms for a group, besides
-# what each block does (four H200s, torch 2.13; kernels/log/step.md), and an H200 computes these in 12. Parameters, at
-# most: they are whole beside the next ones, and at both ends nothing hides their exchange.
+# Of a group of blocks that are gathered at once. At least these FLOPs in a micro-step: FSDP costs a host 5 ms for a
+# group, besides what each block costs (four H200s, torch 2.13; kernels/log/step.md), and an H200 computes them in 12.
+# At most these parameters: they are whole while the next ones are, and at both ends nothing hides their exchange.
 ENOUGH_FLOPS, MOST_PARAMETERS = 6e12, 64_000_000
 
 
 def blocks_at_once(model: GPT, tokens: int) -> int:
-    """How many blocks of `model` to gather at once, in groups of about one size. tokens: of a micro-step on a rank.
+    """How many blocks of `model` to gather at once, in groups of similar size. tokens: of a micro-step on a rank.
 
     Measured, ms a step on four H200s, with 1, 2 and 4: GPT-2 small with 32 sequences of 1024 (1.7e12 FLOPs a block)
-    108, 81 and 62; XL with 16 (3.3e12) 676 and 691 with 1 and 4. XL gets 2, not measured: where hosts were slower, on
-    eight, it took 477 with 1 for 330 of computing.
+    108, 81 and 62; XL with 16 (3.3e12) 676 and 691 with 1 and 4. XL gets 2, which was not measured: on eight H200s,
+    whose hosts were slower, it took 477 with 1 for 330 of computing.
     """
     config, blocks = model.config, len(model.h)
     parameters = sum(each.numel() for each in model.h.parameters()) // blocks
@@ -40,19 +40,19 @@ def blocks_at_once(model: GPT, tokens: int) -> int:
 
 
 def group_size(blocks: int, parameters: int, flops: float) -> int:
-    """How many of `blocks` to gather at once. parameters, flops: of a block; in a micro-step on a rank."""
+    """How many of `blocks` to gather at once. parameters: of a block. flops: of one in a micro-step on a rank."""
     wanted = max(1, min(math.ceil(ENOUGH_FLOPS / flops), MOST_PARAMETERS // parameters))
     return math.ceil(blocks / math.ceil(blocks / wanted))
 
 
 def shard(model: GPT, mesh: DeviceMesh, config: ParallelConfig, dtype: torch.dtype, at_once: int) -> None:
-    """Split every parameter of `model` over the mesh, in place; so many blocks are gathered at once, in `dtype`.
+    """Split every parameter of `model` over the mesh, in place; `at_once` blocks are gathered at once, in `dtype`.
 
     A model on the CPU goes to the mesh's devices as it is gathered, so that no device ever holds all of a large one.
     A forward has to run every block of a group: the last one to run frees them all (torch 2.11).
 
     Embeddings and the last norm are gathered in float32, and inputs are not cast: the residual stream is what it is
-    on one GPU. Within blocks, autocast would round the matrices all the same; biases and gains it would not.
+    on one GPU. Within blocks, autocast would round the matrices all the same, but not biases and gains.
     """
     reduced = torch.bfloat16 if config.gradient_dtype is GradientDtype.bf16 else torch.float32
     in_blocks = MixedPrecisionPolicy(dtype, reduced, cast_forward_inputs=False)

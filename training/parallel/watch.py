@@ -4,16 +4,15 @@ A rank that waits for a lost one sits in a collective, whose own timeout is ten 
 of each writes a line into torchrun's store every second. Rank 0 reads them all and judges the others; the last rank
 judges rank 0.
 
-    dead       no line for GONE seconds, and no process (links.py): named, the run is saved if one of the others can,
-               and ends. So does one that is stopped, after SILENT seconds
+    dead       no line for GONE seconds, and no process (links.py): it is named, and the run is saved, if another rank
+               can, and ends. Likewise if its process is stopped, after SILENT seconds
     slow       its process lives but gives no line, as in a call that keeps Python's lock: named after BEHIND seconds,
                and after the limit (parallel.timeout) taken for dead
-    hung       lines, but it does nothing while others wait for it: likewise
+    hung       it gives lines, but does nothing while others wait for it: as if slow
 
-A rank that is refused something, as the disk by rank 0 when that is full, says so before it ends, and the others end
-with it.
+A rank that cannot go on, such as rank 0 when the disk is full, says so before it ends, and the others end with it.
 
-Time counts while the one that judges could watch: where all ranks are in such a call, nobody is silent.
+Time counts only while the rank that judges could watch: where all ranks are in such a call, none counts as silent.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class _Seen:
     """What is known of a rank."""
 
     line: str = ""
-    silent: float = 0.0  # seconds for which its line is the same
+    silent: float = 0.0  # seconds since its line changed
     ticks: int = -1
-    waiting: float = 0.0  # seconds for which its ticks are
+    waiting: float = 0.0  # seconds since its ticks did
     doing: str = ""
     state: str = ""
     named: int = -1  # the ticks at which it was named as behind
@@ -59,8 +58,8 @@ class _Seen:
 class Watch:
     """The thread, and what the main thread tells it.
 
-    rescue: called with what is to be said of the lost rank, in the thread of one that is left, while its main thread
-        waits; says what became of the run.
+    rescue: called with what is to be said of the lost rank, in this thread of a rank that is left, while its main
+        thread waits; returns what became of the run.
     """
 
     def __init__(self, ranks: World, limit: float, rescue: Callable[[str], str]) -> None:
@@ -84,7 +83,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch, from where all ranks have made theirs to where this rank no longer waits for the others."""
+        """Watch, from when all ranks have made their Watch until this rank no longer waits for the others."""
         if self._thread is None:
             yield
             return
@@ -117,7 +116,7 @@ class Watch:
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """What may keep Python from the thread: writing a file of some gigabytes holds its lock."""
+        """For what may keep the thread from running: writing a file of some gigabytes holds Python's lock."""
         if self._thread is not None:
             self._doing, self._state = doing, "busy"
             self._beat()
@@ -207,7 +206,7 @@ class Watch:
         if self._ranks.rank == (0 if number != "0" else self._ranks.size - 1):
             print(f"error: {why}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback_later(15, file=2)  # where it hangs, before torchrun kills it
-            # torchrun does not, where a rank is stopped.
+            # torchrun does not kill it if a rank is stopped.
             ending = threading.Timer(self._limit, self._give_up)
             ending.daemon = True
             ending.start()
@@ -217,13 +216,13 @@ class Watch:
                 print(f"error: the run is not saved: {error}", file=sys.stderr, flush=True)
             finally:
                 os._exit(1)
-        time.sleep(SILENT)  # a rank that exits has torchrun end the one that saves
+        time.sleep(SILENT)  # if this rank exits, torchrun ends the one that saves
         os._exit(1)
 
     def _follow(self, why: str) -> None:
         """End with a rank that has said why it cannot go on, where this one does not by itself."""
         self._ending = True
-        # That one may be closing wandb: a rank that exits has torchrun end it, unsaid.
+        # That rank may be closing wandb: if this one exits, torchrun ends that one before it has said why.
         until = time.monotonic() + SILENT
         while self._state != "broken" and time.monotonic() < until:
             if self._done.wait(BEAT):
