@@ -61,12 +61,10 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
                 begun = True
                 summary = trainer.run()
         except RuntimeError as error:
-            if not begun and is_of_a_collective(
-                error
-            ):  # from the first step on, the watch says which rank it is
-                raise ConfigError(
-                    "another rank has ended before the first step: its own line says why."
-                ) from error
+            # From the first step on, the watch says which rank has ended.
+            if not begun and is_of_a_collective(error):
+                why = "another rank has ended before the first step: its own line says why."
+                raise ConfigError(why) from error
             # torch has no exception type for a CPU that is out of memory.
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
