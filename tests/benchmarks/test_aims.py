@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import attention
+from benchmarks import attention, decode, huggingface, loss
 from benchmarks.aims import MET, MISSED, Aim, page, rows, shown
 from reproduce.attention import Workload
 from reproduce.results import FIELDS, VERSION
@@ -105,6 +105,75 @@ def test_what_is_met_of_a_figure_shares_a_row_that_says_how_much_is_level():
     ]
     assert repeatable[1:] == ["2 of 2 passes", "1x at most", f"2 {MET}", ""]
     assert list(rows([Aim("alone", "1", "1", True, "why")])) == [["alone", "1", "1", MET, "why"]]
+
+
+LEVEL = "level: above 1x, but the ranges overlap"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "status", "why"),
+    [
+        ((0.99, 1.00, 1.01), (1.00, 1.01, 1.02), MET, ""),
+        (
+            (1.02, 1.05, 1.06),
+            (1.00, 1.00, 1.03),
+            MET,
+            LEVEL,
+        ),  # behind in each process, but the ranges overlap
+        ((1.04, 1.05, 1.06), (1.00, 1.00, 1.03), MISSED, ""),
+        ((1.02,), (1.00,), MISSED, ""),
+        ((0.99,), (1.00,), MET, ""),
+    ],
+)
+def test_a_step_of_transformers_models_is_held_to_the_rule_that_the_page_states(ours, theirs, status, why):
+    samples = [
+        {
+            "kind": "time",
+            "model": "llama",
+            "padded": False,
+            "process": process,
+            "ms": {
+                name: {huggingface.FORWARD: [0.4] * 3, huggingface.STEP: [times[process]] * 3}
+                for name, times in (("tilegpt", ours), ("sdpa", theirs))
+            },
+        }
+        for process in range(len(ours))
+    ]
+    (row,) = rows(huggingface.aims(document(samples)))
+    assert (row[0], *row[3:]) == ("transformers' llama, whole rows, a step", status, why)
+
+
+def test_a_token_and_the_loss_are_missed_only_where_the_other_is_faster():
+    """Here it is ahead in one process, and the ranges overlap."""
+    ours, theirs = (1.0, 1.1), (1.05, 1.05)
+    tokens = [
+        {
+            "kind": "time",
+            "batch": 1,
+            "process": process,
+            "ms": {
+                name: {decode.TOKEN: [times[process]] * 3}
+                for name, times in ((decode.OURS, ours), (decode.PEERS[0], theirs))
+            },
+        }
+        for process in (0, 1)
+    ]
+    (token,) = decode.aims(document(tokens))
+    heads = [
+        {
+            "kind": "time",
+            "rows": 16,
+            "process": process,
+            "ms": {
+                name: {"all": [times[process]] * 3}
+                for name, times in ((loss.OURS, ours), (loss.COMPILED, theirs))
+            },
+        }
+        for process in (0, 1)
+    ]
+    memory = {"kind": "memory", "rows": 16, "contender": loss.OURS, "peak_bytes": 2, "logits_bytes": 9}
+    head, _ = loss.aims(document([*heads, memory | {"inputs_and_gradients_bytes": 1}]))
+    assert (token.status, head.status) == (MET, MET)
 
 
 def test_what_the_newest_run_has_met_is_not_missed_in_an_older_one(tmp_path):
