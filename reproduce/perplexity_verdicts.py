@@ -192,7 +192,7 @@ def _judge_context(results: Results, found: Verdicts) -> None:
     cut_fall, late_fall = cut[0][1] - cut[-1][1], positions[-2][2] - positions[-1][2]
     falls = {"trained contexts": fall - spread, "cut windows": cut_fall, "position": late_fall}
     why = (
-        f"validation loss by context: {losses}; "
+        f"on whole files of source code, in results/ Linux's C; validation loss by context: {losses}; "
         f"{f'two seeds differ by {spread:.3f}' if seeds else 'no second seed was run'}. "
         f"The {longest['context']} model with windows cut from "
         f"{cut[-1][0]} to {cut[0][0]} loses {cut_fall:.3f}; from the last octave of positions to the one before, "
