@@ -23,7 +23,9 @@ from reproduce.comparison.page import page
 from reproduce.comparison.reaching import to_loss
 from reproduce.comparison.runs import differing_settings, find_runs
 from reproduce.comparison.table import HEADER, table, text, warnings
+from reproduce.plots import colour
 from tests.conftest import ROOT, rows, text_data
+from tests.reproduce.pages import colours_of, media
 from tests.wandb_stub import WandbStub
 from training.config import AttentionConfig, Config, LoggerConfig, ModelConfig, TrainerConfig, WandbMode
 from training.trainer import train
@@ -195,6 +197,25 @@ def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
     for run in runs:
         share = run.summary["perf/optimizer_ms"] / longest
         assert f'width:{share:.2%};--shade:#9db4c7" title="optimizer' in content
+
+
+def test_the_page_fits_a_phone_and_a_dark_screen_and_tells_what_is_pointed_at(sweep):
+    content = page(find_runs([str(sweep)]))
+    assert 'content="width=device-width, initial-scale=1"' in content
+    phone = media(content, "max-width: 720px")
+    # A row is a block, whose cells name their column.
+    assert "table, tbody, tr, td { display: block; }" in phone
+    assert "td::before { content: attr(data-label)" in phone
+    assert set(HEADER) <= set(re.findall(r'<td data-label="([^"]*)"', content))
+    assert colours_of(content) == colours_of(media(content, "prefers-color-scheme: dark")) != set()
+    assert re.search(r"svg\.onpointermove = \(event\) => point\(", content)
+    assert 'tip.className = "tip"' in content
+    assert ".tip {" in content
+    numbers = json.loads(re.search(r'id="numbers">(.*?)</script>', content)[1])
+    shown = {run["label"]: run["colour"] for run in numbers["runs"]}
+    assert shown == {name: colour(name) for name in ("naive", "sdpa")}  # as in every picture
+    for name, shade in shown.items():
+        assert f'<i class="dot" style="--shade:{shade}"></i>{name}' in content
 
 
 def test_an_old_run_without_phase_times_is_still_compared(copies):

@@ -14,10 +14,11 @@ from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.common import markdown_table
 from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_STATED, Verdict
-from reproduce.report import Figure, Judged, Page, first_rows, in_words, summary
+from reproduce.report import COLUMNS, Figure, Judged, Page, first_rows, in_words, summary
 from reproduce.report_html import MARKS, as_html
 from reproduce.results import VERSION, host_load, slug
 from tests.processes import in_three
+from tests.reproduce.pages import colours_of, media
 
 ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA Test 3000"
@@ -679,6 +680,24 @@ def test_claims_are_counted_by_claim_and_a_figure_of_a_cpu_and_a_gpu_once():
     assert set(MARKS) >= {
         state for _, state in re.findall(r"<details id=(C\d+) data-state=\"([a-z ]+)\"", html)
     }
+
+
+def test_the_page_filters_by_state_and_fits_a_phone_and_a_dark_screen():
+    states = ("reproduced", "not reproduced", "not measured")  # the last of all others
+    html = as_html(page_of(C1=[("a", states[0], True)], C2=[("a", states[1], True)]))
+    buttons = re.findall(r'<button class=(\w+) data-state="([a-z ]+)" aria-pressed=false>', html)
+    assert buttons == [(MARKS[state], state) for state in states]
+    assert "button.onclick" in html
+    assert "claim.hidden = on && claim.dataset.state !== button.dataset.state" in html
+    assert "details > summary:hover {" in html
+    assert 'content="width=device-width, initial-scale=1"' in html
+    phone = media(html, "max-width: 700px")
+    # A row is a block, whose cells name their column.
+    assert "table, tbody, tr, td { display: block; }" in phone
+    assert "content: attr(data-label)" in phone
+    assert set(COLUMNS) <= set(re.findall(r'<td data-label="([^"]*)"', html))
+    assert colours_of(html) == colours_of(media(html, "prefers-color-scheme: dark")) != set()
+    assert "figure svg { filter: invert" in media(html, "prefers-color-scheme: dark")
 
 
 COUNT = "counted on one head"
