@@ -76,7 +76,7 @@ def one_pass(q, k, v):
     return out
 
 
-# %% Rungs 4, 6 and 7 are backends of `attention=`. Rung 8, for Hopper, is not written for the interpreter.
+# %% Rungs 4, 6 and 7 are backends of `attention=`. Rung 8 is in Gluon, which Triton's interpreter does not run.
 def backend(name):
     attention = get_attention(name)
     return lambda q, k, v: attention(q, k, v, causal=False)
@@ -132,6 +132,9 @@ def run(length=256):
         error = (attend(q, k, v).double() - exact).abs().max().item()
         print(f"{name:18}{error:14.1e}{bytes_moved(name, length):12,}{bytes_moved(name, 1024):13,}")
         assert error < 2e-3, f"{name} is wrong"  # float16 keeps 11 bits of values below 2
+    print(
+        f"{'Hopper kernels':18}not run: for an H100 or H200; tests/kernels/test_hopper_emulated.py emulates it"
+    )
 
 
 # %% Draw the curves: the same file each time.

@@ -329,6 +329,7 @@ def test_the_ladder_checks_seven_rungs_and_draws_them(example, tmp_path):
     errors = re.findall(r"^\S.*? +(\d\.\de-\d\d) ", printed, re.MULTILINE)
     assert len(errors) == 7
     assert max(map(float, errors)) < 2e-3
+    assert "\nHopper kernels    not run: " in printed
     assert (tmp_path / "picture.svg").is_file()
 
 
