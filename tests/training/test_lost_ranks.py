@@ -14,6 +14,7 @@ import train
 from tests.conftest import measured
 from tests.training.ranks import ROOT, logged, processes, started_on, torchrun, wait_until, with_root
 from training.checkpoint import saved
+from training.parallel import watch
 
 
 @pytest.mark.slow
@@ -32,6 +33,8 @@ def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
     long = [*tiny, "trainer.steps=100000", "schedule=constant", "schedule.warmup_fraction=0"]
     launcher = started_on(ranks, [*long, "hydra.run.dir=run"], tmp_path, user_environment)
     wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
+    known = logged(tmp_path / "run")
+    time.sleep(3)  # in which it tells its step at least once
     victim = processes(launcher)[lost]
     os.kill(victim, sent)
     began = time.monotonic()
@@ -42,9 +45,17 @@ def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
         said += line
     assert time.monotonic() - began < 60
     (step,) = (int(each.replace(",", "")) for each in re.findall(r"stopped at step ([\d,]+) and saved", said))
-    assert re.search(
-        rf"^error: rank {lost} \(.*process {victim}\) does not answer, for \d+ s: ", said, re.MULTILINE
+    named = re.search(
+        rf"^error: rank {lost} \(.*process {victim}\) does not answer, for (\d+) s: "
+        r"last heard of (?:at the end|in the forward|in the backward) of step ([\d,]+)$",
+        said,
+        re.MULTILINE,
     )
+    assert named, said
+    silent, heard = (int(each.replace(",", "")) for each in named.groups())
+    least = watch.GONE if sent == signal.SIGKILL else watch.SILENT
+    assert least <= silent < least + 10
+    assert known <= heard <= step + 1
     assert "Traceback" not in said
     if sent == signal.SIGSTOP:
         os.kill(victim, signal.SIGCONT)  # or torchrun waits 30 s for it to end
