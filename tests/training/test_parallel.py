@@ -334,7 +334,12 @@ def test_torchs_attention_of_packed_documents_is_kept_too(how, forwards):
 @pytest.mark.slow
 def test_two_equal_runs_of_two_ranks_end_bitwise_equal(user_environment, tiny, tmp_path):
     small = [*tiny, "model.n_layer=2", "trainer.steps=6", "trainer.sample_tokens=0"]
-    modes = {"none": [], "bf16": ["parallel.gradient_dtype=bf16"], "full": ["parallel.shard=full"]}
+    modes = {
+        "none": [],
+        "bf16": ["parallel.gradient_dtype=bf16"],
+        "optimizer": ["parallel.shard=optimizer", "trainer.micro_batch=2"],  # it sums two micro-steps in whole
+        "full": ["parallel.shard=full"],
+    }
     for number in (1, 2):  # each in a launch of its own
         runs = [run(f"{name}{number}", *small, *mode) for name, mode in modes.items()]
         train_on(2, runs, tmp_path, user_environment)

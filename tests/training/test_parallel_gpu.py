@@ -102,10 +102,11 @@ def test_two_equal_runs_with_cuda_graphs_end_bitwise_equal_and_near_one_without(
     assert all(torch.equal(weight, theirs[name]) for name, weight in weights.items())
 
 
-def test_two_equal_runs_in_parts_end_bitwise_equal_and_resume(user_environment, large, tmp_path):
-    full = [*large, "parallel.shard=full"]
-    runs = [run("first", *full, "trainer.save_every=5"), run("second", *full)]
-    resumed = run("resumed", *full, "trainer.resume=first/checkpoints/step-00000005")
+@pytest.mark.parametrize("shard", ["optimizer", "full"])
+def test_two_equal_runs_in_parts_end_bitwise_equal_and_resume(user_environment, large, tmp_path, shard):
+    parts = [*large, f"parallel.shard={shard}"]
+    runs = [run("first", *parts, "trainer.save_every=5"), run("second", *parts)]
+    resumed = run("resumed", *parts, "trainer.resume=first/checkpoints/step-00000005")
     train_on(2, [*runs, resumed], tmp_path, user_environment, "cuda")
     weights = load_weights(find(tmp_path / "first"), "cpu")
     for other in ("second", "resumed"):
