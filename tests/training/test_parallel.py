@@ -33,6 +33,8 @@ QUICK = {
     "none": [],
     "bf16 exchange": ["parallel.gradient_dtype=bf16"],
     "full recompute": ["parallel.shard=full", "parallel.recompute=block", "parallel.blocks_at_once=2"],
+    "shared, ring": ["parallel.context=2", "parallel.gather_keys=false"],
+    "shared, gathered": ["parallel.context=2"],
 }
 OTHERS = {
     "again": ["parallel.recompute=attention_kept"],
@@ -97,6 +99,8 @@ def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(assert_
     said = assert_trains_as_one(
         2, QUICK, [run(name, *tiny, *settings) for name, (settings, _) in refused.items()]
     )
+    for how in ("in a ring", "all keys gathered"):
+        assert f"2 ranks share each sequence, {how}, each rank holds all" in said
     for name, (_, remedy) in refused.items():
         (line,) = (each for each in said.splitlines() if each.startswith(f"refused {name}: "))
         assert line.endswith(remedy) or remedy in line
