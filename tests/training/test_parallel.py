@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import subprocess
 from functools import partial
 from itertools import groupby
 
@@ -21,7 +22,7 @@ from model.gpt import GPT
 from model.huggingface import from_huggingface
 from tests.conftest import losses, rows
 from tests.model.test_fused import LAYERS
-from tests.training.ranks import run, started_on, train_on
+from tests.training.ranks import run, started_on, torchrun, train_on, with_root
 from training.checkpoint import find, load_weights
 from training.cuda_graphs import Local
 from training.export import export
@@ -176,6 +177,60 @@ def test_a_full_disk_is_one_line_of_all_ranks_and_leaves_nothing_half_written(
     (line,) = re.findall("^(?:error|warning): .*", said, re.MULTILINE)
     assert line.startswith("error: the checkpoint of step 2 could not be written to run/checkpoints: "), said
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+# Rank 1 writes its part of the first checkpoint once two more steps are logged, or after 20 s.
+WAITS = """
+import json, sys, time
+from pathlib import Path
+from torch.distributed.checkpoint import FileSystemWriter
+from tests.training.ranks import logged
+from training import checkpoint
+from training.command_line import composed
+from training.distributed import world
+from training.trainer import Trainer
+
+write, complete = FileSystemWriter.write_data, checkpoint.complete
+
+def wait(self, *rest):
+    until = time.monotonic() + 20
+    while ranks.rank == 1 and logged(run) < min(steps, save_every + 2) and time.monotonic() < until:
+        time.sleep(0.01)
+    return write(self, *rest)
+
+def say(run_dir, step, keep):
+    print(f"step {step} gets its name after row {logged(run_dir)}", flush=True)
+    return complete(run_dir, step, keep)
+
+FileSystemWriter.write_data, checkpoint.complete = wait, say
+run, settings = Path(sys.argv[1]), composed(*sys.argv[2:])
+steps, save_every = settings.trainer.steps, settings.trainer.save_every
+with world("cpu") as ranks:
+    Trainer(settings, run, ranks).run()
+"""
+
+
+@pytest.mark.slow
+def test_steps_go_on_while_parts_are_written_as_they_were(user_environment, tiny, tmp_path):
+    settings = [*tiny, "trainer.save_every=4", "trainer.keep_checkpoints=3", "parallel.shard=full"]
+    (tmp_path / "waits.py").write_text(WAITS)
+    done = subprocess.run(
+        torchrun(2, "waits.py", "late", *settings),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=with_root(user_environment),
+    )
+    assert done.returncode == 0, done.stderr
+    named = dict(re.findall(r"^step (\d+) gets its name after row (\d+)$", done.stdout, re.MULTILINE))
+    assert named.keys() == {"4", "8", "12"}
+    assert int(named["4"]) >= 6
+    train_on(2, [run("prompt", *settings)], tmp_path, user_environment)
+    late, prompt = (
+        load_weights(tmp_path / name / "checkpoints" / "step-00000004", "cpu") for name in ("late", "prompt")
+    )
+    assert all(torch.equal(weight, prompt[key]) for key, weight in late.items())
 
 
 @pytest.mark.slow
@@ -341,7 +396,10 @@ def test_two_equal_runs_of_two_ranks_end_bitwise_equal(user_environment, tiny, t
     modes = {
         "none": [],
         "bf16": ["parallel.gradient_dtype=bf16"],
-        "optimizer": ["parallel.shard=optimizer", "trainer.micro_batch=2"],  # it sums two micro-steps in whole
+        "optimizer": [
+            "parallel.shard=optimizer",
+            "trainer.micro_batch=2",
+        ],  # it sums two micro-steps in whole
         "full": ["parallel.shard=full"],
     }
     for number in (1, 2):  # each in a launch of its own
