@@ -78,6 +78,19 @@ def banner(plan: Plan) -> Rows:
     return rows
 
 
+def unsaved(config: Config) -> str:
+    """What to say of a run that is lost with a rank: in parts, and with no checkpoint before its end."""
+    trainer = config.trainer
+    intervals = trainer.save_every, trainer.eval_every * trainer.keep_best
+    saves = any(0 < steps < trainer.steps for steps in intervals)
+    if config.parallel.shard is Shard.none or saves or not trainer.steps:
+        return ""
+    return (
+        f"with trainer.save_every={trainer.save_every} nothing is saved before the last step: a rank that is lost "
+        "takes its part of the model along, and with it all steps; set it to save at intervals"
+    )
+
+
 def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer: TrainerConfig) -> Rows:
     """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
     # Empty after an evaluation alone, or if a run was resumed at its last step in another directory.

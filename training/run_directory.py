@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from .loggers import CsvLogger, Logger, kept_rows
 from .parallel.config import Shard
 from .parallel.context import leave_ring
 from .plan import Plan
-from .report import banner, in_sweep, noise, result
+from .report import banner, in_sweep, noise, result, unsaved
 from .resume import AUTO
 from .sampling import sample_text
 from .seeds import stream_seed
@@ -163,6 +164,8 @@ class Recorder:
         # First of all: a row is on disk before wandb gets it.
         self._loggers.insert(0, CsvLogger(run_dir / "metrics.csv", self._kept))
         print(table("tilegpt", [*self._banner, ("run", str(run_dir))]), flush=True)
+        if why := unsaved(plan.config):
+            print(f"warning: {why}", file=sys.stderr, flush=True)
 
     def log(self, done: int, metrics: dict[str, float]) -> None:
         """A row of metrics after `done` steps."""

@@ -27,9 +27,9 @@ class Saver:
 
     def __init__(self, plan: Plan, built: Built) -> None:
         self._plan, self._built, self._run_dir = plan, built, plan.run_dir
-        self._keep = plan.config.trainer.keep_checkpoints
+        self._keep, saves = plan.config.trainer.keep_checkpoints, plan.config.trainer.steps > 0
         sharded = plan.config.parallel.shard is not Shard.none
-        self._parts = PartsSaver(plan.world, plan.run_dir, self._keep) if sharded else None
+        self._parts = PartsSaver(plan.world, plan.run_dir, self._keep, saves) if sharded else None
         # Updates that have begun, and that have ended, counted on the device: the host is ahead of it.
         self._updates = torch.full((2,), plan.start.step, device=plan.world.device)
         self._updating = threading.Lock()

@@ -24,11 +24,13 @@ from tests.conftest import losses, rows
 from tests.model.test_fused import LAYERS
 from tests.training.ranks import run, started_on, torchrun, train_on, with_root
 from training.checkpoint import find, load_weights
+from training.command_line import composed
 from training.cuda_graphs import Local
 from training.export import export
 from training.parallel.blocks import recompute, time_blocks
 from training.parallel.config import Recompute
 from training.parallel.shard import blocks_at_once
+from training.report import unsaved
 
 QUICK = {
     "none": [],
@@ -63,6 +65,8 @@ def assert_trains_as_one(started, user_environment, tiny, tmp_path):
         runs = [run(name, *small, *mode) for name, mode in modes.items()]
         done = train_on(ranks, runs + others, tmp_path, user_environment)
         said = done.stdout
+        in_parts = sum(any("parallel.shard=" in each for each in mode) for mode in modes.values())
+        assert done.stderr.count("warning: with trainer.save_every=0 nothing is saved before") == in_parts
         assert "returned a view tensor" not in done.stderr  # FSDP of a block
         assert "models left: 0\n" in said  # or the next run would have less memory
         one = tmp_path / "one"
@@ -105,6 +109,24 @@ def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(assert_
     for name, (_, remedy) in refused.items():
         (line,) = (each for each in said.splitlines() if each.startswith(f"refused {name}: "))
         assert line.endswith(remedy) or remedy in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (["parallel.shard=full"], True),
+        (["parallel.shard=optimizer", "trainer.save_every=100"], True),  # the last step
+        (["parallel.shard=full", "trainer.keep_best=true", "trainer.eval_every=0"], True),
+        (["parallel.shard=full", "trainer.save_every=99"], False),
+        (["parallel.shard=full", "trainer.keep_best=true", "trainer.eval_every=99"], False),
+        (["parallel.shard=full", "trainer.steps=0"], False),
+        ([], False),  # any rank that is left has it all
+    ],
+)
+def test_a_run_that_a_lost_rank_would_lose_is_warned_of(settings, warned):
+    said = unsaved(composed("trainer.steps=100", *settings))
+    assert bool(re.match(r"with trainer\.save_every=\d+ nothing is saved", said)) == bool(said) == warned
+    assert "\n" not in said
 
 
 @pytest.mark.slow

@@ -71,6 +71,24 @@ def test_parts_on_a_disk_of_each_host_are_refused_before_the_first_step(user_env
     assert not list(tmp_path.glob("*/run"))
 
 
+def test_a_model_in_parts_is_evaluated_where_hosts_share_no_disk(started, user_environment, tiny, tmp_path):
+    """Nothing is saved with trainer.steps=0, so the directory need not be one for all."""
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+    settings = [*tiny, "trainer.steps=0"]
+    assert started(train.main, *settings, "hydra.run.dir=one") == 0
+    parts = [*settings, "hydra.run.dir=run", "parallel.shard=full"]
+    agents = hosts(parts, folders[0], user_environment, folders[1])
+    said = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    (run,) = tmp_path.glob("*/run/summary.json")  # of whichever host had rank 0
+    one, two = (json.loads(each.read_text())["val/loss"] for each in (tmp_path / "one/summary.json", run))
+    assert two == pytest.approx(one, rel=1e-5)
+    assert not list(run.parent.glob("checkpoints"))
+    assert "warning: with trainer.save_every" not in "".join(said)
+
+
 @pytest.mark.parametrize("what", ["settings", "text", "no text"])
 def test_hosts_that_would_train_unlike_are_refused_in_one_line(user_environment, tiny, tmp_path, what):
     """With another rate each the ranks' weights parted in silence; with another layout they waited for ever."""

@@ -20,11 +20,12 @@ from ..files import REMEDY, unwritable
 
 
 class PartsSaver:
-    """Writes one checkpoint at a time. All ranks call its methods together."""
+    """Writes one checkpoint at a time, if the run `saves` any. All ranks call its methods together."""
 
-    def __init__(self, ranks: World, run_dir: Path, keep: int) -> None:
+    def __init__(self, ranks: World, run_dir: Path, keep: int, saves: bool) -> None:
         self._ranks, self._run_dir, self._keep = ranks, run_dir, keep
-        self._check_seen_by_all()
+        if saves:
+            self._check_seen_by_all()
         # A group for the threads alone: two collectives at once in one group could be matched with each other.
         self._group = dist.new_group(backend="gloo")
         self._writing: Future | None = None
