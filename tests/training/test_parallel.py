@@ -116,7 +116,7 @@ def test_two_ranks_train_as_one_whatever_they_hold_or_refuse_in_one_line(assert_
     [
         (["parallel.shard=full"], True),
         (["parallel.shard=optimizer", "trainer.save_every=100"], True),  # the last step
-        (["parallel.shard=full", "trainer.keep_best=true", "trainer.eval_every=0"], True),
+        (["parallel.shard=full", "trainer.eval_every=99"], True),  # no best is kept
         (["parallel.shard=full", "trainer.save_every=99"], False),
         (["parallel.shard=full", "trainer.keep_best=true", "trainer.eval_every=99"], False),
         (["parallel.shard=full", "trainer.steps=0"], False),
