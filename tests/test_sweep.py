@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import sqlite3
 import stat
@@ -199,3 +200,52 @@ def test_the_nodes_of_a_slurm_job_are_ranks_of_one_run(slurm, tmp_path):
     assert json.loads(facts.read_text())["world_size"] == 2
     assert (facts.parent / "summary.json").exists()
     assert len(list((tmp_path / "sweep" / ".submitit").glob("*/*_result.pkl"))) == 2
+
+
+# Of one job, which scontrol starts again; sbatch takes a script that names its interpreter, and no other.
+OF_A_SCRIPT = {
+    "sbatch": """#!/bin/bash
+[[ $(head -c 2 "$1") == "#!" ]] || exit 1
+cp "$1" "$SLURM_FOLDER/submitted.sh"
+job 17 &
+""",
+    "job": """#!/bin/bash
+SLURM_JOB_ID=$1 bash "$SLURM_FOLDER/submitted.sh" >>"$SLURM_FOLDER/said" 2>&1
+echo $? >>"$SLURM_FOLDER/statuses"
+""",
+    "srun": '#!/bin/bash\necho $$ >"$SLURM_FOLDER/step"\nexec "$@"\n',
+    "scontrol": "#!/bin/bash\n[[ $1 == requeue ]] && job $2 &\n",
+    "python": f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n',
+}
+
+
+@pytest.mark.slow
+def test_the_script_of_the_recipe_saves_is_queued_again_and_continues(user_environment, tiny, tmp_path):
+    """It ends as the run did, so that SLURM does not call a finished job failed."""
+    (script,) = re.findall(
+        r"^    (#!.*?)\n\n", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    words = [str(ROOT / "train.py"), *tiny, "trainer.steps=600"]
+    script = script.replace("\n    ", "\n").replace("train.py experiment=paper/gpt2_small", shlex.join(words))
+    assert str(ROOT) in script
+    (tmp_path / "job.sh").write_text(script)
+    for name, program in OF_A_SCRIPT.items():
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_FOLDER": str(tmp_path)}
+    subprocess.run(["sbatch", "job.sh"], cwd=tmp_path, env=user_environment | found, check=True)
+    run, statuses = tmp_path / "runs/17", tmp_path / "statuses"
+    until = time.monotonic() + 120
+    while not (run / "metrics.csv").exists() or (run / "metrics.csv").read_text().count("\n") <= 5:
+        assert time.monotonic() < until
+        assert not statuses.exists(), (tmp_path / "said").read_text()
+        time.sleep(0.02)
+    os.kill(int((tmp_path / "step").read_text()), signal.SIGUSR1)
+    while not statuses.exists() or statuses.read_text().count("\n") < 2:
+        assert time.monotonic() < until, (tmp_path / "said").read_text()
+        time.sleep(0.05)
+    assert statuses.read_text().split() == ["138", "0"]
+    said = (tmp_path / "said").read_text()
+    (step,) = re.findall(r"stopped at step (\d+) and saved", said)
+    assert re.search(rf"resumed +runs/17\S*, at step {step}$", said, re.MULTILINE)
+    assert sorted(measured(run, "train/loss")) == list(range(1, 601))
