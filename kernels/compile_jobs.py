@@ -31,7 +31,7 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 # not causal) it has three consumers at head_dim 64. Short ones: at head_dim 64, TMA stores out up to 256, not at 512;
 # at head_dim 128, the exponentials change places above 512.
 LENGTHS = (256, 512, 1024, 2048, 16384)
-FILLED, OF_FILLED = {128: 72, 256: 136}, 512
+FILLED, OF_FILLED = {64: (32,), 128: (72, 96), 256: (136, 160, 192, 200)}, 512
 GELU = ("gelu_product", "gelu_product_backward")
 FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # also in kernels/history
 CUDA = torch.device("cuda")
@@ -107,9 +107,9 @@ def _hopper(head_dim: int) -> list[Job]:
                 ]
     plain = [job for job in jobs if not job.feature]
     grouped = [replace(job, feature="gqa") for job in plain if job.kernel == "hopper_forward"]
-    # Tiles filled up with zeros; at a head_dim that is an odd multiple of 8, where offsets need the most care.
+    # Tiles filled up with zeros (columns.py); 72 and 136 are odd multiples of 8, where offsets need the most care.
     filled = [job for job in plain if job.length == OF_FILLED and head_dim in FILLED]
-    return jobs + grouped + [replace(job, head_dim=FILLED[head_dim]) for job in filled]
+    return jobs + grouped + [replace(job, head_dim=each) for job in filled for each in FILLED[head_dim]]
 
 
 Form = frozenset[tuple[str, str]]

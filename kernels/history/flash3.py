@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..arguments import check_scale
+from ..flash.hopper.columns import no_sums, rescale_sums, wait_for_sums
 from ..flash.hopper.descriptors import Descriptor, rows_of
 from ..flash.hopper.forward import Rings, issue_pv, issue_qk, next_position, produce
 from ..flash.hopper.forward_output import LN_2, Output, release_stored, store_output
@@ -117,31 +118,30 @@ def attend_in_turn(
 ):  # fmt: skip
     """As `attend` of hopper/forward.py, except for what the loop does."""
     dtype: gl.constexpr = rings.q.tiles.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.HEAD_DIM, 16])
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
     blocks = count_key_blocks(first_row + ROWS, sizes.kv_len, sizes, SPEC)
     slot = q_slot(ordinal, WHICH, SPEC)
     mbarrier.wait(rings.q.full.index(slot), q_phase(ordinal, WHICH, SPEC))
-    scores = warpgroup_mma_wait(0, [issue_qk(rings, slot, stage, phase, SPEC.BLOCK_N)])
+    scores = warpgroup_mma_wait(0, [issue_qk(rings, slot, stage, phase, SPEC.BLOCK_N, SPEC)])
     mbarrier.arrive(rings.k.empty.index(stage))
     scores = mask_scores(scores, first_row, (blocks - 1) * SPEC.BLOCK_N, sizes, SPEC)
     p, row_max, row_sum = first_softmax(scores, exp2_scale, None, dtype, SPEC)
     release_stored(ordinal, rings, WHICH, SPEC)
-    acc = gl.zeros([ROWS, SPEC.HEAD_DIM], gl.float32, layout)
-    acc = warpgroup_mma_wait(0, [issue_pv(p, acc, rings, stage, phase, SPEC)])
+    accs = no_sums(ROWS, SPEC.HEAD_DIM)
+    accs = wait_for_sums(issue_pv(p, accs, rings, stage, phase, SPEC))
     mbarrier.arrive(rings.v.empty.index(stage))
     stage, phase = next_position(stage, phase, SPEC.STAGES)
     for _ in range(blocks - 1):
-        scores = warpgroup_mma_wait(0, [issue_qk(rings, slot, stage, phase, SPEC.BLOCK_N)])
+        scores = warpgroup_mma_wait(0, [issue_qk(rings, slot, stage, phase, SPEC.BLOCK_N, SPEC)])
         mbarrier.arrive(rings.k.empty.index(stage))
         new_p, row_max, row_sum, rescale = softmax(scores, row_max, row_sum, exp2_scale)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, layout))[:, None]
-        acc = warpgroup_mma_wait(0, [issue_pv(pack(new_p, dtype), acc, rings, stage, phase, SPEC)])
+        accs = rescale_sums(accs, rescale)
+        accs = wait_for_sums(issue_pv(pack(new_p, dtype), accs, rings, stage, phase, SPEC))
         mbarrier.arrive(rings.v.empty.index(stage))
         stage, phase = next_position(stage, phase, SPEC.STAGES)
     tile = rings.q.tiles.index(slot)
-    store_output(tile, acc, row_max, row_sum, output, first_row, head, batch, sizes, SPEC)
+    store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, sizes, SPEC)
     return stage, phase
 
 

@@ -323,11 +323,20 @@ def test_forward_of_long_sequences(
     check("forward", machine, q_len, kv_len, head_dim, causal)
 
 
-@SLOW
-@pytest.mark.parametrize("head_dim", [16, 72, 136])
+@pytest.mark.parametrize(
+    ("head_dim", "causal"),
+    [
+        (32, False),
+        (96, True),
+        (160, False),
+        *(pytest.param(head_dim, True, marks=SLOW) for head_dim in (16, 72, 104, 136, 192, 200)),
+        *(pytest.param(head_dim, False, marks=SLOW) for head_dim in (80, 136, 192)),
+    ],
+)
 @pytest.mark.parametrize("which", ["forward", "backward"])
-def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int) -> None:
-    check(which, machine, 300, 130, head_dim, True)
+def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int, causal: bool) -> None:
+    """Of a tile's columns all are multiplied only at 104 and 200."""
+    check(which, machine, 300, 130, head_dim, causal, kv_heads=2)
 
 
 @pytest.mark.one_in(4)

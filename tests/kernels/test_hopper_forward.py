@@ -12,7 +12,7 @@ LENGTHS = [1, 17, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2048, 4096]
 UNEQUAL = [(1, 239), (113, 203), (108, 256), (256, 512), (512, 256), (1023, 1024), (1024, 1023), (1, 4096)]
 UNEQUAL += [(700, 30)]
 HEAD_DIMS = [64, 128, 256]
-PADDED = [16, 72, 80, 96, 136, 192]  # their tiles are filled up with zeros
+PADDED = [16, 32, 72, 80, 96, 136, 160, 192, 200]  # their tiles are filled up with zeros
 
 pytestmark = [pytest.mark.gpu, ON_HOPPER]
 

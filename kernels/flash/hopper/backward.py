@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -32,6 +31,16 @@ from .backward_loads import load_row_statistics, load_tiles
 from .backward_schedule import HALF, KEYS, STAGES, BackwardSizes, decode_work_item, passed
 from .block_masks import LISTS, Blocks
 from .bounds import Bounds
+from .columns import (
+    multiply_columns,
+    multiply_into,
+    no_sums,
+    parts_of,
+    scale_sums,
+    store_sums,
+    wait_for_sums,
+    wait_keeping,
+)
 from .dq import SUM_BLOCK, finish_dq, multiply_dq, reduce_dq, stage_dq
 from .dropout import Draw, negate, pack_positive
 from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
@@ -118,20 +127,19 @@ def make_shared(q_desc, k_desc, v_desc, do_desc, dq_sum_desc, DQ_DELAY: gl.const
 def consume(
     dk_desc, dv_desc, shared, sizes, scale,
     WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, DQ_DELAY steps behind."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     ordinal = 0
     tiles_before = 0  # query tiles before this work item
     index = read_claim(shared.claims, ordinal)
     while index >= 0:
         item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
-        dk = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
-        dv = gl.zeros([HALF, HEAD_DIM], gl.float32, layout)
+        dk = no_sums(HALF, COLUMNS)
+        dv = no_sums(HALF, COLUMNS)
         zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
         mbarrier.wait(shared.kv_full, ordinal & 1)
         # Wait until TMA has read the previous item's dK and dV from the dS tile where `store_dk_dv` staged them. The
@@ -169,7 +177,7 @@ def consume(
                 draw = Draw(gl.load(sizes.Seed), item.batch, item.head, row, key)
             dk, dv = process_query_tile(
                 dk, dv, bias, draw, slope, rows_of_keys, step, tiles_before, shared, sizes, scale,
-                WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
+                WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP, COLUMNS,
             )  # fmt: skip
         tiles_before += item.steps
         if DQ_DELAY:
@@ -182,9 +190,11 @@ def consume(
             index = read_claim(shared.claims, ordinal)
         item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         if DROP is not None:
-            dk *= DROP.SCALE
-            dv *= DROP.SCALE
-        store_dk_dv(dk_desc, dv_desc, dk * scale, dv, shared, item, (tiles_before - 1) % STAGES, WHICH)
+            dk = scale_sums(dk, DROP.SCALE)
+            dv = scale_sums(dv, DROP.SCALE)
+        store_dk_dv(
+            dk_desc, dv_desc, scale_sums(dk, scale), dv, shared, item, (tiles_before - 1) % STAGES, WHICH
+        )
         ordinal += 1
         index = read_claim(shared.claims, ordinal)
         arrive(shared.claims.empty.index((ordinal - 1) % CLAIM_STAGES))
@@ -196,7 +206,7 @@ def consume(
 def process_query_tile(
     dk, dv, bias, draw, slope, rows_of_keys, step, tiles_before, shared, sizes, scale,
     WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """One step: add a query tile's contributions to dK and dV, and compute half of a dQ tile.
 
@@ -207,7 +217,8 @@ def process_query_tile(
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
     dtype: gl.constexpr = shared.k_tiles.dtype
     scores_layout: gl.constexpr = bias.type.layout
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    PARTS: gl.constexpr = parts_of(COLUMNS)
     tile = tiles_before + step
     stage = tile % STAGES
     phase = tile // STAGES & 1
@@ -223,35 +234,35 @@ def process_query_tile(
     d_out = shared.d_outs.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
     zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
     mbarrier.wait(shared.queries.full.index(stage), phase)
-    s = warpgroup_mma(k, q.permute((1, 0)), bias, use_acc=MASKED, is_async=True)
+    s = multiply_columns(k, q, bias, MASKED, COLUMNS)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
     # dP runs under the exponentials; with score modifiers at head_dim 64, after dV, or up to 44 B are spilled.
     EARLY: gl.constexpr = DROP is None and not (MODIFIED and HEAD_DIM == 64)
     if EARLY:
-        dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = multiply_columns(v, d_out, zeros, False, COLUMNS)
     mbarrier.wait(shared.rows_full.index(stage), phase)
-    s = warpgroup_mma_wait(1 if EARLY else 0, [s])
+    s = warpgroup_mma_wait(PARTS if EARLY else 0, [s])
     lse = shared.lse.index(stage).load(gl.SliceLayout(0, scores_layout))
     lse = with_distances(lse, slope, rows_of_keys, CAUSAL, scores_layout)
     p, of_ds = probabilities(s, lse, scale * LOG2_E, SOFTCAP)
     if DROP is None:
         rounded_p = gl.convert_layout(p.to(dtype), operand)
         # Issued before the wait for dP; otherwise ptxas moves that wait ahead of the exponentials.
-        dv = warpgroup_mma(rounded_p, d_out, dv, is_async=True)
+        dv = multiply_into(rounded_p, d_out, dv, COLUMNS)
         if EARLY:
-            dp = warpgroup_mma_wait(1, [dp])
+            dp = warpgroup_mma_wait(PARTS, [dp])
         else:
-            dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            dv, rounded_p = warpgroup_mma_wait(1, [dv, rounded_p])
+            dp = multiply_columns(v, d_out, zeros, False, COLUMNS)
+            dv, _ = wait_keeping(dv, (rounded_p,), PARTS)
             dp = warpgroup_mma_wait(0, [dp])
         delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
         ds = (of_ds * (dp - delta[None, :])).to(dtype)
     else:
         # The mask is drawn before dP exists, and dP computed after dV; otherwise up to 180 B are spilled.
         p = negate(p, draw, DROP)
-        rounded_p = unpack(pack_positive(p, dtype), dtype, dv.type.layout)
-        dv = warpgroup_mma_wait(0, [warpgroup_mma(rounded_p, d_out, dv, is_async=True)])
-        dp = warpgroup_mma(v, d_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        rounded_p = unpack(pack_positive(p, dtype), dtype, dv[0].type.layout)
+        dv = wait_for_sums(multiply_into(rounded_p, d_out, dv, COLUMNS))
+        dp = multiply_columns(v, d_out, zeros, False, COLUMNS)
         dp = warpgroup_mma_wait(0, [dp])
         delta = shared.delta.index(stage).load(gl.SliceLayout(0, scores_layout))
         ds = (gl.maximum(p, 0.0) * dp - gl.abs(p) * delta[None, :]).to(dtype)
@@ -277,17 +288,18 @@ def process_query_tile(
     keys = shared.k_tiles.index(opaque_zero).reshape([KEYS, HEAD_DIM])
     dq = multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH)
     rounded_ds = gl.convert_layout(ds, operand)
-    dk = warpgroup_mma(rounded_ds, q, dk, is_async=True)
+    dk = multiply_into(rounded_ds, q, dk, COLUMNS)
     # The register A operands stay live until they have been read: ptxas before 13.3 reuses their registers at once.
     if EARLY:
-        dv, dq, rounded_p = warpgroup_mma_wait(1, [dv, dq, rounded_p])
+        dv, kept = wait_keeping(dv, (dq, rounded_p), PARTS)
+        dq = kept[0]
     else:
-        dq = warpgroup_mma_wait(1, [dq])
+        dq = warpgroup_mma_wait(PARTS, [dq])
     mbarrier.wait(shared.dqs.empty.index(dq_stage), dq_phase ^ 1)
     stage_dq(dq, shared.dqs, 2 * dq_stage + WHICH, ready)
     if DQ_DELAY:
         arrive(shared.ds.empty[WHICH].index(dq_stage), ready)
-    dk, rounded_ds = warpgroup_mma_wait(0, [dk, rounded_ds])
+    dk, _ = wait_keeping(dk, (rounded_ds,), 0)
     arrive(shared.queries.empty.index(stage))
     return dk, dv
 
@@ -296,7 +308,7 @@ def process_query_tile(
 def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constexpr):
     """Start the TMA stores of dK and dV. At head_dim 64 they are staged in the last dS tile, so that the next item's
     K and V can be loaded meanwhile; at 128 they do not fit there and are staged in K's and V's own tiles."""
-    HEAD_DIM: gl.constexpr = dk.shape[1]
+    HEAD_DIM: gl.constexpr = shared.k_tiles.shape[4]
     dtype: gl.constexpr = shared.k_tiles.dtype
     sync_consumers()  # both warpgroups are done with dS, K and V
     if HEAD_DIM == 64:
@@ -306,8 +318,8 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
     else:
         dk_tile = shared.k_tiles.index(0)
         dv_tile = shared.v_tiles.index(0)
-    dk_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF).store(dk.to(dtype))
-    dv_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF).store(dv.to(dtype))
+    store_sums(dk_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF), dk)
+    store_sums(dv_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF), dv)
     fence_async_shared()
     sync_consumers()
     if WHICH == 0:
@@ -328,7 +340,7 @@ def hopper_backward_kernel(
     heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
     left, stride_lb, stride_lh, width, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
-    LISTED: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
+    LISTED: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the float32 sum dQ / scale. Grid: (programs,), one per SM but no more than work items.
 
@@ -337,7 +349,7 @@ def hopper_backward_kernel(
     float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item
     counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (bounds.py).
     QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (block_masks.py). Seed: int64,
-    if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or None.
+    if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or None. COLUMNS: `multiplied`.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     bounds: gl.constexpr = None
@@ -358,10 +370,12 @@ def hopper_backward_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(0), CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP
+                dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(0), CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
+                COLUMNS,
             )),
             (consume, (
-                dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(1), CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP
+                dk_desc, dv_desc, shared, sizes, scale, gl.constexpr(1), CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
+                COLUMNS,
             )),
             (load_tiles, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, BLOCK_M, CAUSAL)),
             (load_row_statistics, (Lse, Delta, shared, sizes, CAUSAL, DROP, SOFTCAP)),

@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .block_masks import LISTS, Blocks, count_visited, list_of
 from .bounds import Bounds, first_keys
+from .columns import multiply_columns, multiply_into, no_sums, parts_of, rescale_sums, wait_for_sums
 from .dropout import Draw, draw_words, drop
 from .forward_output import Output, release_stored, store_output
 from .forward_schedule import (
@@ -128,44 +128,44 @@ def skip_key_blocks(blocks, rings, stage, phase, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def issue_qk(rings, slot, stage, phase, SEEN: gl.constexpr):
+def issue_qk(rings, slot, stage, phase, SEEN: gl.constexpr, SPEC: gl.constexpr):
     """Issue q k^T for the first SEEN keys of `stage`, asynchronously: float32 (ROWS, SEEN)."""
     BLOCK_N: gl.constexpr = rings.k.tiles.shape[3]
-    HEAD_DIM: gl.constexpr = rings.q.tiles.shape[4]
+    WIDTH: gl.constexpr = rings.q.tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SEEN, 16])
-    q = rings.q.tiles.index(slot).reshape([ROWS, HEAD_DIM])
-    k = rings.k.tiles.index(stage).reshape([BLOCK_N, HEAD_DIM])
+    q = rings.q.tiles.index(slot).reshape([ROWS, WIDTH])
+    k = rings.k.tiles.index(stage).reshape([BLOCK_N, WIDTH])
     if SEEN < BLOCK_N:
         k = k.slice(0, SEEN)
     nothing = gl.zeros([ROWS, SEEN], gl.float32, layout)
     mbarrier.wait(rings.k.full.index(stage), phase)
-    return warpgroup_mma(q, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    return multiply_columns(q, k, nothing, False, SPEC.HEAD_DIM)
 
 
 @gluon.jit
-def issue_pv(p, acc, rings, stage, phase, SPEC: gl.constexpr):
-    """Issue acc + p v for the values of `stage`, asynchronously. p: packed, as `pack` returns it."""
-    v = rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, acc.shape[1]])
-    p = unpack(p, rings.v.tiles.dtype, acc.type.layout)
+def issue_pv(p, accs, rings, stage, phase, SPEC: gl.constexpr):
+    """Issue accs + p v for the values of `stage`, asynchronously. p: packed, as `pack` returns it."""
+    v = rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, rings.v.tiles.shape[4]])
+    p = unpack(p, rings.v.tiles.dtype, accs[0].type.layout)
     if not SPEC.EXP_BEFORE_WAIT:
         mbarrier.wait(rings.v.full.index(stage), phase)
-    return warpgroup_mma(p, v, acc, is_async=True)
+    return multiply_into(p, v, accs, SPEC.HEAD_DIM)
 
 
 @gluon.jit
 def pipelined_step(
-    acc, p, row_max, row_sum, rings, slot, stage, phase,
+    accs, p, row_max, row_sum, rings, slot, stage, phase,
     exp2_scale, alibi, first_row, first_key, head, batch, first_seen, sizes, SPEC: gl.constexpr,
 ):  # fmt: skip
-    """One pipelined step: acc += p v for the block at `stage`, overlapped with scores and softmax of the next block.
+    """One pipelined step: accs += p v for the block at `stage`, overlapped with scores and softmax of the next block.
 
     first_key: of the next block. first_seen: the first visible key of each row, or None if all rows see the whole
     block.
 
-    Returns the new acc (rescaled to the new maximum), the next block's packed p, the softmax state, and its stage.
+    Returns the new accs (rescaled to the new maximum), the next block's packed p, the softmax state, and its stage.
     """
     next_stage, next_phase = next_position(stage, phase, SPEC.STAGES)
-    scores = issue_qk(rings, slot, next_stage, next_phase, SPEC.BLOCK_N)
+    scores = issue_qk(rings, slot, next_stage, next_phase, SPEC.BLOCK_N, SPEC)
     if SPEC.DROP is not None:
         # Drawn between two waits, across which ptxas moves nothing; else it would draw before Q K^T, or after its
         # end. With head_dim 128 the first wait costs registers, and up to 20 B are spilled.
@@ -173,8 +173,8 @@ def pipelined_step(
             mbarrier.wait(rings.k.full.index(next_stage), next_phase)
         draw = Draw(gl.load(sizes.Seed), batch, head, first_row, first_key)
         words = draw_words(draw, ROWS, SPEC.BLOCK_N)
-    acc = issue_pv(p, acc, rings, stage, phase, SPEC)
-    scores = warpgroup_mma_wait(1, [scores])
+    accs = issue_pv(p, accs, rings, stage, phase, SPEC)
+    scores = warpgroup_mma_wait(parts_of(SPEC.HEAD_DIM), [scores])
     mbarrier.arrive(rings.k.empty.index(next_stage))
     scores = modify_scores(scores, exp2_scale, alibi, first_key, SPEC)
     if not SPEC.ALIGNED:
@@ -190,11 +190,11 @@ def pipelined_step(
         # ptxas moves nothing across this wait. Without it the exponentials sink below the next wait, the one for P V.
         # Which is faster changes with the schedule and with how out is stored: 0.94 to 1.12 (spec.py, LOG.md).
         mbarrier.wait(rings.v.full.index(next_stage), next_phase)
-    acc = warpgroup_mma_wait(0, [acc])
+    accs = wait_for_sums(accs)
     mbarrier.arrive(rings.v.empty.index(stage))
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    accs = rescale_sums(accs, rescale)
     # Packed only now: packing before that wait makes ptxas serialise the wgmmas (C7513).
-    return acc, pack(new_p, rings.v.tiles.dtype), row_max, row_sum, next_stage, next_phase
+    return accs, pack(new_p, rings.v.tiles.dtype), row_max, row_sum, next_stage, next_phase
 
 
 @gluon.jit
@@ -205,9 +205,8 @@ def attend(
 
     ordinal: how many tiles this program did before; it selects the Q slot and phase. Returns the K/V ring position.
     """
-    HEAD_DIM: gl.constexpr = rings.q.tiles.shape[4]
+    WIDTH: gl.constexpr = rings.q.tiles.shape[4]
     dtype: gl.constexpr = rings.q.tiles.dtype
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     SEEN: gl.constexpr = SPEC.BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else SPEC.BLOCK_N
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
@@ -227,7 +226,7 @@ def attend(
     slot = q_slot(ordinal, WHICH, SPEC)
     mbarrier.wait(rings.q.full.index(slot), q_phase(ordinal, WHICH, SPEC))
 
-    scores = issue_qk(rings, slot, stage, phase, SEEN)
+    scores = issue_qk(rings, slot, stage, phase, SEEN, SPEC)
     # Released here rather than below, the slot gets its next Q sooner: 0.92 to 1.00 of the time if tiles are
     # scheduled statically, up to 1.01 if dynamically (LOG.md).
     if SPEC.OUT_BY_TMA and not SPEC.DYNAMIC:
@@ -246,13 +245,13 @@ def attend(
     if sizes.KvLengths is not None:
         scores = mask_padding(scores, end - last_key)
         mbarrier.wait(rings.v.full.index(stage), phase)
-        clear_padding(rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, HEAD_DIM]), end - last_key)
+        clear_padding(rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, WIDTH]), end - last_key)
     p, row_max, row_sum = first_softmax(scores, score_exp2_scale(exp2_scale, alibi, SPEC), words, dtype, SPEC)
     if SEEN < SPEC.BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
     if SPEC.OUT_BY_TMA and SPEC.DYNAMIC:
         release_stored(ordinal, rings, WHICH, SPEC)
-    acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, acc_layout)
+    accs = no_sums(ROWS, SPEC.HEAD_DIM)
     if SPEC.EXP_BEFORE_WAIT:
         mbarrier.wait(rings.v.full.index(stage), phase)
     unmasked = blocks - 1  # blocks still to come that need no mask
@@ -264,23 +263,23 @@ def attend(
         )
     for passed in range(unmasked):
         first_key = (blocks - 2 - passed) * SPEC.BLOCK_N
-        acc, p, row_max, row_sum, stage, phase = pipelined_step(
-            acc, p, row_max, row_sum, rings, slot, stage, phase,
+        accs, p, row_max, row_sum, stage, phase = pipelined_step(
+            accs, p, row_max, row_sum, rings, slot, stage, phase,
             exp2_scale, alibi, first_row, first_key, head, batch, None, sizes, SPEC,
         )  # fmt: skip
     if SPEC.BOUNDED:
         for block in range(blocks - 2 - unmasked, begin - 1, -1):
             first_key = block * SPEC.BLOCK_N
-            acc, p, row_max, row_sum, stage, phase = pipelined_step(
-                acc, p, row_max, row_sum, rings, slot, stage, phase,
+            accs, p, row_max, row_sum, stage, phase = pipelined_step(
+                accs, p, row_max, row_sum, rings, slot, stage, phase,
                 exp2_scale, alibi, first_row, first_key, head, batch, first_seen, sizes, SPEC,
             )  # fmt: skip
     if not SPEC.OUT_BY_TMA:
         mbarrier.arrive(rings.q.empty.index(slot))
-    acc = warpgroup_mma_wait(0, [issue_pv(p, acc, rings, stage, phase, SPEC)])
+    accs = wait_for_sums(issue_pv(p, accs, rings, stage, phase, SPEC))
     mbarrier.arrive(rings.v.empty.index(stage))
     tile = rings.q.tiles.index(slot)
-    store_output(tile, acc, row_max, row_sum, output, first_row, head, batch, sizes, SPEC)
+    store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, sizes, SPEC)
     stage, phase = next_position(stage, phase, SPEC.STAGES)
     if SPEC.BOUNDED:
         skipped = begin - first_key_block(tile_row, batch, sizes, SPEC)

@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .forward_schedule import ROWS, WIDE_ROWS, q_slot
+from .columns import rows_layout
+from .forward_schedule import ROWS, q_slot
 from .pipeline import arrive, opaque
 from .primitives import tma_store
 from .softmax import add_sink
@@ -31,7 +32,7 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def store_output(tile, acc, row_max, row_sum, output, first_row, head, batch, sizes, SPEC: gl.constexpr):
+def store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, sizes, SPEC: gl.constexpr):
     """Divide by the softmax sums, store out and lse, and with OutLow what rounding took from out. A fully masked row
     has sum 0: out 0, lse -inf. tile: this consumer's Q, from where TMA stores out if SPEC.OUT_BY_TMA."""
     row_layout: gl.constexpr = row_max.type.layout
@@ -48,35 +49,54 @@ def store_output(tile, acc, row_max, row_sum, output, first_row, head, batch, si
     share = share / row_sum
     if SPEC.DROP is not None:
         share *= SPEC.DROP.SCALE
-    out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
-    rounded = out.to(tile.dtype)
+    for part in gl.static_range(len(accs)):
+        store_columns(
+            tile, accs[part], share, output, first_row, head, batch, sizes, part * accs[0].shape[1], SPEC
+        )
     if SPEC.OUT_BY_TMA:
-        tile.reshape([ROWS, out.shape[1]]).store(rounded)
         fence_async_shared()
         gl.barrier()
         tma_store(output.Out, [batch, head, first_row, 0], tile)
+
+
+@gluon.jit
+def store_columns(
+    tile, acc, share, output, first_row, head, batch, sizes, FIRST: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
+    """Store acc times the rows' share as columns of out from FIRST on; if SPEC.OUT_BY_TMA, into `tile`."""
+    out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
+    rounded = out.to(tile.dtype)
+    if SPEC.OUT_BY_TMA:
+        of_tile = tile.reshape([ROWS, tile.shape[3]])
+        if acc.shape[1] < tile.shape[3]:
+            of_tile = of_tile.slice(FIRST, acc.shape[1], dim=1)
+        of_tile.store(rounded)
     else:
-        store_rows(output.Out, rounded, output, first_row, head, batch, sizes, SPEC)
+        store_rows(output.Out, rounded, output, first_row, head, batch, sizes, FIRST, SPEC)
     if output.OutLow is not None:
         low = (out - rounded.to(gl.float32)).to(rounded.dtype)
         if SPEC.DROP is not None:
             first_row = opaque(first_row)  # or addresses are shared, and 12 B spilled with head_dim 128
-        store_rows(output.OutLow, low, output, first_row, head, batch, sizes, SPEC)
+        store_rows(output.OutLow, low, output, first_row, head, batch, sizes, FIRST, SPEC)
 
 
 @gluon.jit
-def store_rows(Out, tile, output, first_row, head, batch, sizes, SPEC: gl.constexpr):
-    """Store a consumer's rows to Out, which has the strides of `output`."""
+def store_rows(
+    Out, tile, output, first_row, head, batch, sizes, FIRST: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
+    """Store columns of a consumer's rows, from FIRST on, to Out, which has the strides of `output`."""
     WIDTH: gl.constexpr = tile.shape[1]
     narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    layout: gl.constexpr = WIDE_ROWS if WIDTH == 256 else narrow
+    layout: gl.constexpr = rows_layout(WIDTH) if SPEC.HEAD_DIM > 128 else narrow
     tile = gl.convert_layout(tile, layout)
     Out = Out + batch.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
     Out += first_row.to(gl.int64) * output.stride_m
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
     dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
     mask = first_row + rows < sizes.q_len
-    if WIDTH > SPEC.HEAD_DIM:
+    if FIRST > 0:
+        dims += FIRST
+    if FIRST + WIDTH > SPEC.HEAD_DIM:
         mask = mask & (dims < SPEC.HEAD_DIM)
     TWICE: gl.constexpr = SPEC.SOFTCAP > 0 and output.OutLow is not None
     if SPEC.DROP is not None or sizes.Slopes is not None or TWICE:

@@ -15,19 +15,6 @@ from .bounds import Bounds, first_keys
 ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
 
 
-def _rows_layout(columns: int) -> gl.constexpr:
-    """Layout in which 64 x columns results are stored where shared memory has no room for them. Each warp keeps the
-    rows that it has after wgmma, so that one shuffle for four elements is enough. A thread stores 8 bytes, its
-    neighbours the rest of 32."""
-    further = [[0, 16 << each] for each in range(columns.bit_length() - 5)]
-    lanes, warps = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
-    bases = [[0, 1], [0, 2], [8, 0], *further]
-    return gl.constexpr(gl.DistributedLinearLayout(bases, lanes, warps, [], [64, columns]))
-
-
-WIDE_ROWS, HALF_ROWS = _rows_layout(256), _rows_layout(128)
-
-
 class ForwardSizes(NamedTuple):
     """The problem sizes of a launch, as runtime values."""
 

@@ -11,6 +11,7 @@ from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, list_strides
 from .backward import choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
+from .columns import multiplied
 from .descriptors import Descriptor, fits_tma, rows_of, tile_width
 from .dq import SUM_BLOCK, delta_kernel, round_kernel
 from .dropout import drop_of
@@ -246,7 +247,9 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
     if bounded and width == 128:
         # A window of 1024 at 4096 tokens: 0.79 of the time; documents of 1024: 0.88 (kernels/log/hopper_masks.md).
-        heads_per_group = max(1, heads_per_group // (4 if tensors.document_starts is None else 2))
+        heads_per_group = max(
+            1, heads_per_group // (4 if tensors.document_starts is None and q_len > 2048 else 2)
+        )
     tail_head, plain = None, not (bounded or listed or drop or padded)
     if causal and plain:  # with dropout it would spill 8 to 12 B
         tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
@@ -265,7 +268,17 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     dq_delay = 0
     if not (bounded or listed):
         dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
-    spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop, options.softcap)
+    spec = (
+        heads // kv_heads,
+        causal,
+        masked,
+        dq_delay,
+        bounded,
+        listed,
+        drop,
+        options.softcap,
+        multiplied(head_dim),
+    )
     programs = min(flat_heads * columns, sm_count(q.device))
     compiled = compile_options(width, dq_delay) | OVERLAPPED
     return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled

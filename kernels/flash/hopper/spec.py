@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from triton.experimental.gluon import language as gl
 
+from .columns import rest_of
 from .descriptors import tile_width
 from .dropout import Drop
 from .forward_schedule import ROWS
@@ -55,6 +56,9 @@ def has_few_tiles(head_dim: int, q_len: int, group: int, *features: object) -> b
 
 def _is_out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, *features: object) -> bool:
     """Whether TMA stores out, from its Q's slot; above head_dim 128 consumers have none each. features: as above."""
+    _, _, padded, *_ = features
+    if padded and not causal and 64 < head_dim <= 128 and sum(map(bool, features)) == 1:
+        return True
     if any(features) or head_dim > 128:
         return False
     if q_len <= FEW:
@@ -108,7 +112,7 @@ def specify(
     few = has_few_tiles(head_dim, q_len, group, *features)
     before_wait = dynamic and causal and (many or width > 64) and not drop
     if width > 128 and not uneven:
-        before_wait = not dynamic
+        before_wait = not dynamic and not rest_of(head_dim)
     elif not any(features):
         before_wait = many or (causal and few and width == 128)
     halved = causal and consumers == 2 and keys == 128 and (kv_len - q_len) % keys == 0

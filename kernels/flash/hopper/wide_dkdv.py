@@ -8,6 +8,9 @@ A work item is 64 keys of a head against all blocks of 64 queries that see them.
 two consumer warpgroups by queries, dK and dV by dimensions: each multiplies all of P and dS, which pass through
 shared memory. P's product runs under the arithmetic of dS, dP's under the exponentials.
 
+Up to head_dim 192 not all of a tile's columns are multiplied (columns.py). The first warpgroup then has the first 128
+of dK and the rest of dV, the second the others, so that both have as many.
+
 Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention. With grouped heads, every query
 head has its own dK and dV.
 """
@@ -23,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .forward_schedule import HALF_ROWS, ROWS
+from .columns import accumulator_layout, multiply_columns, parts_of, rest_of, rows_layout
+from .forward_schedule import ROWS
 from .masks import masked_bias
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, sync_consumers
 from .primitives import tma_load
@@ -143,16 +147,19 @@ def load_queries(
 def consume_queries(
     results, Lse, Delta, shared, sizes, scale, WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """A consumer warpgroup: half of the dimensions of dK and dV."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 16])
+    """A consumer warpgroup: half of the dimensions of dK and dV, together."""
+    REST: gl.constexpr = rest_of(HEAD_DIM)
+    DV_HALF: gl.constexpr = 1 - WHICH if REST > 0 else WHICH  # which it has; of dK it has WHICH
+    DK_DIMS: gl.constexpr = REST if REST > 0 and WHICH == 1 else WIDTH // 2
+    DV_DIMS: gl.constexpr = REST if REST > 0 and DV_HALF == 1 else WIDTH // 2
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS // 2, 16])
     ordinal = 0
     tiles_before = 0
     index = read_claim(shared.claims, ordinal)
     while index >= 0:
         item = decode_keys(index, sizes, CAUSAL)
-        dk = gl.zeros([KEYS, WIDTH // 2], gl.float32, layout)
-        dv = gl.zeros([KEYS, WIDTH // 2], gl.float32, layout)
+        dk = gl.zeros([KEYS, DK_DIMS], gl.float32, accumulator_layout(DK_DIMS))
+        dv = gl.zeros([KEYS, DV_DIMS], gl.float32, accumulator_layout(DV_DIMS))
         zeros = gl.zeros([KEYS, ROWS // 2], gl.float32, scores_layout)
         if CAUSAL:
             first_visible = item.diagonal_row + gl.arange(0, KEYS, gl.SliceLayout(1, scores_layout))
@@ -165,10 +172,10 @@ def consume_queries(
             first_row = (item.last_block - step) * ROWS
             dk, dv = process_queries(
                 dk, dv, bias, first_row, item.flat_head, tiles_before + step, step == item.steps - 1, Lse, Delta,
-                shared, sizes, scale, WHICH, CAUSAL,
+                shared, sizes, scale, WHICH, HEAD_DIM, CAUSAL,
             )  # fmt: skip
         tiles_before += item.steps
-        first_key, first_dim = item.key_block * KEYS, WHICH * (WIDTH // 2)
+        first_key = item.key_block * KEYS
         DK = (
             results.DK
             + item.batch.to(gl.int64) * results.stride_dkb
@@ -179,10 +186,9 @@ def consume_queries(
             + item.batch.to(gl.int64) * results.stride_dvb
             + item.head.to(gl.int64) * results.stride_dvh
         )
-        store_rows(
-            dk * scale, DK, results.stride_dkn, first_key, sizes.kv_len, first_dim, HEAD_DIM, HALF_ROWS
-        )
-        store_rows(dv, DV, results.stride_dvn, first_key, sizes.kv_len, first_dim, HEAD_DIM, HALF_ROWS)
+        dk_dim, dv_dim = WHICH * (WIDTH // 2), DV_HALF * (WIDTH // 2)
+        store_rows(dk * scale, DK, results.stride_dkn, first_key, sizes.kv_len, dk_dim, HEAD_DIM)
+        store_rows(dv, DV, results.stride_dvn, first_key, sizes.kv_len, dv_dim, HEAD_DIM)
         ordinal += 1
         index = read_claim(shared.claims, ordinal)
         arrive(shared.claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole item ago
@@ -191,7 +197,7 @@ def consume_queries(
 @gluon.jit
 def process_queries(
     dk, dv, bias, first_row, flat_head, tile, last, Lse, Delta, shared, sizes, scale,
-    WHICH: gl.constexpr, CAUSAL: gl.constexpr,
+    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One step: S and dP of half of a block of queries, then what all of the block adds to half of dK and dV.
 
@@ -199,6 +205,9 @@ def process_queries(
     step, after whose dP K and V are released.
     """
     HALF: gl.constexpr = ROWS // 2
+    DV_HALF: gl.constexpr = 1 - WHICH if rest_of(HEAD_DIM) > 0 else WHICH
+    DK_DIMS: gl.constexpr = dk.shape[1]
+    DV_DIMS: gl.constexpr = dv.shape[1]
     scores_layout: gl.constexpr = bias.type.layout
     dtype: gl.constexpr = shared.k_tiles.dtype
     stage = tile % STAGES
@@ -217,14 +226,12 @@ def process_queries(
     delta = gl.load(Delta + (flat_head * sizes.q_len + rows), mask=rows < sizes.q_len, other=0.0)
     zeros = gl.zeros([KEYS, HALF], gl.float32, scores_layout)
     mbarrier.wait(shared.queries.full.index(stage), phase)
-    s = warpgroup_mma(k, q.slice(WHICH * HALF, HALF).permute((1, 0)), bias, use_acc=CAUSAL, is_async=True)
+    s = multiply_columns(k, q.slice(WHICH * HALF, HALF), bias, CAUSAL, HEAD_DIM)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
-    dp = warpgroup_mma(
-        v, d_out.slice(WHICH * HALF, HALF).permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
+    dp = multiply_columns(v, d_out.slice(WHICH * HALF, HALF), zeros, False, HEAD_DIM)
     # +inf for fully masked rows and rows beyond the end, whose P = exp2(S - inf) is then 0.
     lse = gl.where(lse == float("-inf"), float("inf"), lse)
-    s = warpgroup_mma_wait(1, [s])
+    s = warpgroup_mma_wait(parts_of(HEAD_DIM), [s])
     p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
     # Two buffers: the other warpgroup may still be multiplying the previous P.
     p_buffer = 2 * stage
@@ -232,7 +239,7 @@ def process_queries(
     fence_async_shared()
     sync_consumers()
     for half in gl.static_range(2):
-        part = d_out.slice(half * HALF, HALF).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
+        part = d_out.slice(half * HALF, HALF).slice(DV_HALF * (WIDTH // 2), DV_DIMS, dim=1)
         dv = warpgroup_mma(shared.p.index(p_buffer + half), part, dv, is_async=True)
     dp = warpgroup_mma_wait(2, [dp])
     arrive(shared.kv_empty, last)
@@ -241,7 +248,7 @@ def process_queries(
     fence_async_shared()
     sync_consumers()
     for half in gl.static_range(2):
-        part = q.slice(half * HALF, HALF).slice(WHICH * (WIDTH // 2), WIDTH // 2, dim=1)
+        part = q.slice(half * HALF, HALF).slice(WHICH * (WIDTH // 2), DK_DIMS, dim=1)
         dk = warpgroup_mma(shared.ds.index(half), part, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     arrive(shared.queries.empty.index(stage))
@@ -249,13 +256,12 @@ def process_queries(
 
 
 @gluon.jit
-def store_rows(
-    x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def store_rows(x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.constexpr):
     """Store x (64, columns) to rows of a head from first_row on, columns from first_dim on, as far as there are any.
 
-    By way of shuffles (LAYOUT): shared memory has the next work item's tiles by then.
+    By way of shuffles: shared memory has the next work item's tiles by then.
     """
+    LAYOUT: gl.constexpr = rows_layout(x.shape[1])
     if HEAD_DIM % 16 != 0:  # Triton looks for multiples of 16 only, and stores single elements otherwise
         stride_m = stride_m // 8 * 8
     x = gl.convert_layout(x.to(Out.dtype.element_ty), LAYOUT)

@@ -2,6 +2,8 @@
 
 The forward's tile and order: 128 queries, 64 for each of two consumer warpgroups, against blocks of 64 keys. The
 warpgroups exchange nothing: while one computes dS, the other's products run.
+
+Up to head_dim 192 not all of a tile's columns are multiplied, and dQ is two tensors (columns.py).
 """
 
 from typing import NamedTuple
@@ -11,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .forward_schedule import ROWS, WIDE_ROWS, ForwardSizes, count_key_blocks, decode_tile
+from .columns import multiply_columns, multiply_into, no_sums, parts_of, wait_keeping
+from .forward_schedule import ROWS, ForwardSizes, count_key_blocks, decode_tile
 from .masks import mask_scores
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
@@ -73,7 +75,6 @@ def consume_keys(
     of_rows, rings, claims, sizes, scale, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
     """A consumer warpgroup: rows WHICH * 64 to WHICH * 64 + 63 of each tile of queries."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     # How many of the blocks that a row of this consumer sees may be cut by the diagonal or the end of the keys.
     CUT: gl.constexpr = 1 if SPEC.ALIGNED else 2
@@ -97,7 +98,7 @@ def consume_keys(
         lse = gl.load(of_rows.Lse + (first + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
         lse = gl.where(lse == float("-inf"), float("inf"), lse)  # P is 0 there
         delta = gl.load(of_rows.Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
-        dq = gl.zeros([ROWS, WIDTH], gl.float32, layout)
+        dq = no_sums(ROWS, SPEC.HEAD_DIM)
         zeros = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
         mbarrier.wait(rings.q.full.index(WHICH), ordinal & 1)
         mbarrier.wait(rings.d_out.full.index(WHICH), ordinal & 1)
@@ -106,26 +107,31 @@ def consume_keys(
             bias = zeros
             if passed < CUT:
                 bias = mask_scores(zeros, first_row, left * KEYS, sizes, SPEC)
-            dq = process_keys(dq, bias, lse, delta, blocks_before + passed, left == 0, rings, scale, WHICH)
+            dq = process_keys(
+                dq, bias, lse, delta, blocks_before + passed, left == 0, rings, scale, WHICH, SPEC
+            )
         blocks_before += blocks
         # Decoded again: kept live through the loop, they would take registers.
         tile_row, head, batch = decode_tile(opaque(index), sizes, SPEC)
         first_row = tile_row + WHICH * ROWS
         DQ = of_rows.DQ + batch.to(gl.int64) * of_rows.stride_b + head.to(gl.int64) * of_rows.stride_h
-        store_rows(dq * scale, DQ, of_rows.stride_m, first_row, sizes.q_len, 0, SPEC.HEAD_DIM, WIDE_ROWS)
+        stride_m, q_len = of_rows.stride_m, sizes.q_len
+        store_rows(dq[0] * scale, DQ, stride_m, first_row, q_len, 0, SPEC.HEAD_DIM)
+        if len(dq) == 2:
+            store_rows(dq[1] * scale, DQ, stride_m, first_row, q_len, WIDTH // 2, SPEC.HEAD_DIM)
         ordinal += 1
         index = read_claim(claims, ordinal)
         arrive(claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole tile ago
 
 
 @gluon.jit
-def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.constexpr):
-    """dq and what a block of keys adds to it.
+def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.constexpr, SPEC: gl.constexpr):
+    """dq, as `no_sums` returns it, and what a block of keys adds to it.
 
     bias: initial accumulator of S, -inf at masked elements. last: whether Q and dO are released after dP.
     """
     dtype: gl.constexpr = rings.k.tiles.dtype
-    operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
     stage = block % STAGES
     own = WHICH + (block >> 30)  # WHICH, hidden as in wide_dkdv.py; else 716 B are spilled
     q = rings.q.tiles.index(own).reshape([ROWS, WIDTH])
@@ -134,10 +140,10 @@ def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.cons
     v = rings.v.tiles.index(0).reshape([KEYS, WIDTH])
     zeros = gl.zeros([ROWS, KEYS], gl.float32, bias.type.layout)
     mbarrier.wait(rings.k.full.index(stage), block // STAGES & 1)
-    s = warpgroup_mma(q, k.permute((1, 0)), bias, is_async=True)
+    s = multiply_columns(q, k, bias, True, SPEC.HEAD_DIM)
     mbarrier.wait(rings.v.full.index(0), block & 1)
-    dp = warpgroup_mma(d_out, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, [s])
+    dp = multiply_columns(d_out, v, zeros, False, SPEC.HEAD_DIM)
+    s = warpgroup_mma_wait(parts_of(SPEC.HEAD_DIM), [s])
     p = gl.exp2(s * (scale * LOG2_E) - lse[:, None])
     dp = warpgroup_mma_wait(0, [dp])
     arrive(rings.v.empty.index(0))
@@ -145,7 +151,7 @@ def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.cons
     arrive(rings.d_out.empty.index(own), last)
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), operand)
     # The register operand stays live until it has been read: ptxas before 13.3 reuses its registers at once.
-    dq, ds = warpgroup_mma_wait(0, [warpgroup_mma(ds, k, dq, is_async=True), ds])
+    dq, _ = wait_keeping(multiply_into(ds, k, dq, SPEC.HEAD_DIM), (ds,), 0)
     arrive(rings.k.empty.index(stage))
     return dq
 
