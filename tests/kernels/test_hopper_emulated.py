@@ -235,12 +235,13 @@ def test_windows_of_unequal_lengths(
 @CAUSAL
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(172, 300), pytest.param(200, 333, marks=SLOW)])
 def test_key_padding(
-    machine, monkeypatch, q_len: int, kv_len: int, which: str, head_dim: int, causal: bool
+    machine, monkeypatch, q_len: int, kv_len: int, delay: int, which: str, head_dim: int, causal: bool
 ) -> None:
     """No key in a batch, one, as many as a block, the first block and part of another, all. Padding is NaN."""
-    monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: int(causal))
+    monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
     lengths = torch.tensor([0, 1, 128, 190, kv_len], dtype=torch.int32)
     check(which, machine, q_len, kv_len, head_dim, causal, batch=5, kv_lengths=lengths)
 
@@ -261,14 +262,15 @@ def test_score_modifiers(
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("given", SCORE_MODS, ids=lambda given: next(iter(given)))
-@pytest.mark.parametrize("mask", ["window", "documents", "padding"])
+@pytest.mark.parametrize("mask", ["window", "documents", "padding", "padding, full"])
 def test_score_modifiers_with_masks(machine, mask: str, given: dict[str, object], which: str) -> None:
     masks = {
         "window": {"window": (100, 0)},
         "documents": {"cu_seqlens": documents(200, 2)},
         "padding": {"kv_lengths": torch.tensor([0, 130], dtype=torch.int32)},
+        "padding, full": {"kv_lengths": torch.tensor([200, 130], dtype=torch.int32)},
     }
-    check(which, machine, 200, 200, 64, True, batch=2, **given, **masks[mask])
+    check(which, machine, 200, 200, 64, "full" not in mask, batch=2, **given, **masks[mask])
 
 
 @pytest.mark.one_in(9)

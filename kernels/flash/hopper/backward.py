@@ -44,7 +44,7 @@ from .columns import (
 from .dq import SUM_BLOCK, finish_dq, multiply_dq, reduce_dq, stage_dq
 from .dropout import Draw, negate, pack_positive
 from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
-from .padding import clear_padding
+from .padding import clear_padding, padded_bias
 from .pipeline import LOG2_E, Ring, arrive, make_barriers, make_ring, opaque, sync_consumers
 from .primitives import reinterpret, tma_store
 from .scheduler import CLAIM_STAGES, make_claims, read_claim
@@ -132,15 +132,18 @@ def consume(
     """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, DQ_DELAY steps behind."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
+    # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register.
+    SPLIT: gl.constexpr = sizes.KvLengths is not None and not (CAUSAL or sizes.bounds or sizes.blocks)
     ordinal = 0
     tiles_before = 0  # query tiles before this work item
     index = read_claim(shared.claims, ordinal)
     while index >= 0:
+        if SPLIT:
+            ordinal = tiles_before // sizes.row_blocks
         item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         dk = no_sums(HALF, COLUMNS)
         dv = no_sums(HALF, COLUMNS)
-        zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
         mbarrier.wait(shared.kv_full, ordinal & 1)
         # Wait until TMA has read the previous item's dK and dV from the dS tile where `store_dk_dv` staged them. The
         # other warpgroup learns of it through ds.empty, or in `sync_consumers`: the first step writes the other dS
@@ -155,29 +158,21 @@ def consume(
             clear_padding(shared.k_tiles.index(0).reshape([KEYS, HEAD_DIM]), item.keys_left)
             own = shared.v_tiles.index(0).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
             clear_padding(own, item.keys_left - WHICH * HALF)
-        if MASKED:
-            first_visible = first_visible_rows(WHICH, item, CAUSAL, scores_layout)
-        if sizes.bounds is not None:
-            end_visible = end_visible_rows(WHICH, item, sizes.bounds, BLOCK_M, scores_layout)
-        slope = slope_of(item.head, sizes)
-        for step in range(item.steps):
-            # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
-            bias = zeros
-            down = passed(item, step)
-            if MASKED and (down >= item.masked_from or down < item.masked_until):
-                bias = masked_bias(zeros, first_visible, down * BLOCK_M, CAUSAL)
-                if sizes.bounds is not None:
-                    bias = mask_from_end(bias, end_visible, down * BLOCK_M)
-            rows_of_keys: gl.constexpr = None
-            if slope is not None:
-                rows_of_keys = first_visible_rows(WHICH, item, True, scores_layout) + down * BLOCK_M
-            draw: gl.constexpr = None
-            if DROP is not None:
-                row, key = (item.last_block - down) * BLOCK_M, item.key_block * KEYS + WHICH * HALF
-                draw = Draw(gl.load(sizes.Seed), item.batch, item.head, row, key)
-            dk, dv = process_query_tile(
-                dk, dv, bias, draw, slope, rows_of_keys, step, tiles_before, shared, sizes, scale,
-                WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP, COLUMNS,
+        if SPLIT:
+            if opaque(item.keys_left) < KEYS:
+                dk, dv = process_query_tiles(
+                    dk, dv, item, tiles_before, shared, sizes, scale, WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
+                    COLUMNS, True,
+                )  # fmt: skip
+            else:
+                dk, dv = process_query_tiles(
+                    dk, dv, item, tiles_before, shared, sizes, scale, WHICH, CAUSAL, False, DQ_DELAY, DROP, SOFTCAP,
+                    COLUMNS,
+                )  # fmt: skip
+        else:
+            dk, dv = process_query_tiles(
+                dk, dv, item, tiles_before, shared, sizes, scale, WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
+                COLUMNS,
             )  # fmt: skip
         tiles_before += item.steps
         if DQ_DELAY:
@@ -186,7 +181,9 @@ def consume(
             arrive(shared.kv_empty)
         # Recomputed: kept live through the loop it would take registers.
         index = opaque(index)
-        if SOFTCAP > 0 or slope is not None:  # read again too, to free the register that these lack
+        if SPLIT:
+            ordinal = tiles_before // sizes.row_blocks - 1
+        if SOFTCAP > 0 or sizes.Slopes is not None:  # read again too, to free the register that these lack
             index = read_claim(shared.claims, ordinal)
         item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         if DROP is not None:
@@ -200,6 +197,46 @@ def consume(
         arrive(shared.claims.empty.index((ordinal - 1) % CLAIM_STAGES))
     if WHICH == 0:
         tma.store_wait(0)
+
+
+@gluon.jit
+def process_query_tiles(
+    dk, dv, item, tiles_before, shared, sizes, scale,
+    WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
+    SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr, CUT: gl.constexpr = False,
+):  # fmt: skip
+    """The steps of a work item: add the contributions of all its query tiles to dK and dV. CUT: key padding, without
+    another mask, hides some of the keys from every step."""
+    BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
+    if MASKED and not CUT:
+        first_visible = first_visible_rows(WHICH, item, CAUSAL, scores_layout)
+    if sizes.bounds is not None:
+        end_visible = end_visible_rows(WHICH, item, sizes.bounds, BLOCK_M, scores_layout)
+    slope = slope_of(item.head, sizes)
+    for step in range(item.steps):
+        # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
+        bias = zeros
+        down = passed(item, step)
+        if CUT:  # computed in each step (step >> 30 is 0): kept, it would take registers and spill 4 to 12 B
+            bias = padded_bias(zeros, WHICH * HALF, opaque(item.keys_left + (step >> 30)))
+        elif MASKED and (down >= item.masked_from or down < item.masked_until):
+            bias = masked_bias(zeros, first_visible, down * BLOCK_M, CAUSAL)
+            if sizes.bounds is not None:
+                bias = mask_from_end(bias, end_visible, down * BLOCK_M)
+        rows_of_keys: gl.constexpr = None
+        if slope is not None:
+            rows_of_keys = first_visible_rows(WHICH, item, True, scores_layout) + down * BLOCK_M
+        draw: gl.constexpr = None
+        if DROP is not None:
+            row, key = (item.last_block - down) * BLOCK_M, item.key_block * KEYS + WHICH * HALF
+            draw = Draw(gl.load(sizes.Seed), item.batch, item.head, row, key)
+        dk, dv = process_query_tile(
+            dk, dv, bias, draw, slope, rows_of_keys, step, tiles_before, shared, sizes, scale,
+            WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP, COLUMNS,
+        )  # fmt: skip
+    return dk, dv
 
 
 @gluon.jit

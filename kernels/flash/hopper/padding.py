@@ -34,6 +34,13 @@ def mask_padding(scores, keys_left):
 
 
 @gluon.jit
+def padded_bias(zeros, first, keys_left):
+    """zeros (keys, queries), with -inf from key `keys_left` on. first: the first key."""
+    keys = first + gl.arange(0, zeros.shape[0], layout=gl.SliceLayout(1, zeros.type.layout))[:, None]
+    return gl.where(keys < keys_left, zeros, float("-inf"))
+
+
+@gluon.jit
 def clear_padding(tile, keys_left):
     """Set the rows of a tile of K or V from `keys_left` on to 0, for wgmma."""
     ROWS: gl.constexpr = tile.shape[0]
