@@ -112,6 +112,7 @@ class Progress:
         """Print a line that stays, above the live one."""
         if self._shown:
             self._bar.write(text)
+            sys.stdout.flush()  # to a file it would come at the end
 
     def close(self) -> None:
         self._bar.close()
