@@ -320,6 +320,15 @@ def test_a_terminal_that_does_not_know_its_width_gets_lines(terminal):
     assert said() == "step 0/5\r\n"
 
 
+def test_a_line_is_in_a_file_before_the_run_ends(tmp_path, monkeypatch):
+    with open(tmp_path / "log", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        progress = Progress(0, 5, shown=True)
+        progress.say("step 1: validation loss 2.0")
+        assert (tmp_path / "log").read_text() == "step 1: validation loss 2.0\n"
+        progress.close()
+
+
 @pytest.fixture
 def terminal(monkeypatch):
     """Make stderr a terminal so wide; returns a function that reads what was written to it."""
