@@ -126,7 +126,9 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", {"tier": "triton"}, "triton", "triton", None),
         ("", {"head_dim": 80}, "hopper", "hopper", None),
         ("", {"head_dim": 80, "length": 256}, "triton", "hopper", "512 queries or more, not 256"),
-        ("", {"head_dim": 32}, "triton", "triton", "head_dim 40 to 120 or 128 or 136 to 256, not 32"),
+        ("", {"head_dim": 16}, "triton", "triton", "head_dim 32 or 40 to 120 or 128 or 136 to 256, not 16"),
+        ("", {"head_dim": 32, "length": 1024}, "triton", "triton", "2048 queries or more, not 1024"),
+        ("", {"head_dim": 32, "length": 4096}, "hopper", "hopper", None),
         ("return_lse", {"head_dim": 256}, "hopper", "hopper", None),
         ("", {"head_dim": 256, "length": 128, "heads": 1024}, "hopper", "hopper", None),
         ("", {"head_dim": 256, "length": 128}, "hopper", "hopper", None),  # what is open is assumed to suit

@@ -14,7 +14,8 @@ DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06
 MANY_FROM = {True: 4096, False: 2048}  # causal -> queries from which head_dim 64 has three consumers
 FEW = 512  # queries: up to here, a head's tiles that are scheduled together find K and V in the L2 cache
 # Above head_dim 128 a causal call with fewer queries takes 0.92 to 0.99 of the time if dynamic, others 0.95 to 0.98
-# if static; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md).
+# if static; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md). Where not
+# all of a tile's columns are multiplied, exponentials after the wait take 0.96 to 0.98.
 WIDE_STATIC_FROM = 4096
 
 
@@ -56,11 +57,11 @@ def has_few_tiles(head_dim: int, q_len: int, group: int, *features: object) -> b
 
 def _is_out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, *features: object) -> bool:
     """Whether TMA stores out, from its Q's slot; above head_dim 128 consumers have none each. features: as above."""
-    _, _, padded, *_ = features
-    if padded and not causal and 64 < head_dim <= 128 and sum(map(bool, features)) == 1:
-        return True
-    if any(features) or head_dim > 128:
+    bounded, listed, padded, *others = features
+    if head_dim > 128 or bounded or listed or any(others):
         return False
+    if padded:  # at head_dim 128, full: 0.94 to 0.98 of the time; at 64 1.00; causal not timed
+        return head_dim > 64 and not causal
     if q_len <= FEW:
         return group == 1 and (head_dim > 64 or 128 < q_len <= 256)
     return head_dim > 64 or q_len >= MANY_FROM[causal]
@@ -106,8 +107,8 @@ def specify(
     dynamic = _is_dynamic(head_dim, causal, q_len, uneven)
     # Out by TMA took 0.96 to 1.01 of the time with three consumers, whose exponentials then come before the wait, and
     # 0.92 to 1.00 at head_dim 128, where they do if a causal call has few tiles and else come after. Two consumers at
-    # head_dim 64 take 1.03 to 1.09 with it, but 0.94 to 0.97 at 256 queries. With features, and grouped heads of few
-    # tiles, it gains at one length and loses at another, 0.87 to 1.12; these go without (LOG.md).
+    # head_dim 64 take 1.03 to 1.09 with it, but 0.94 to 0.97 at 256 queries. With other features, and grouped heads
+    # of few tiles, it gains at one length and loses at another, 0.87 to 1.12; these go without (LOG.md).
     features = (bounded, listed, padded, drop, softcap, precise)
     few = has_few_tiles(head_dim, q_len, group, *features)
     before_wait = dynamic and causal and (many or width > 64) and not drop
