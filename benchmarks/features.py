@@ -54,6 +54,10 @@ REPEATABLE = (FLEX, DETERMINISTIC)  # others whose gradients are the same in eve
 NAMES = {"softcap": "softcap", "alibi_slopes": "ALiBi", "sinks": "sinks", "dropout_p": "dropout"}
 NAMES |= {PADDING: "key padding", WINDOW: f"window of {WIDTH} over twice as many keys"}
 NAMES |= {HEAD_DIM: "another head_dim", PRECISE: "precise_delta"}
+SHORT = {
+    HEAD_DIM: "",
+    WINDOW: "window over twice as many keys, ",
+}  # of pictures, whose titles have half a line
 SELECTION = ("features", "other_head_dims")
 NEEDED = ("features", "lengths", "head_dims", "other_head_dims")
 
@@ -177,8 +181,9 @@ def draw(results: Results, path: Path) -> None:
     for sample in timed(results, kind="time"):
         if not sample["causal"] and sample["feature"] != PADDING:
             continue
-        mask = "" if sample["causal"] else " (full)"
-        panel = panels.setdefault(f"{NAMES[sample['feature']]}{mask}, head_dim {sample['head_dim']}", {})
+        what = SHORT.get(sample["feature"], f"{NAMES[sample['feature']]}, ")
+        full = "" if sample["causal"] else ", full"
+        panel = panels.setdefault(f"{what}head_dim {sample['head_dim']}{full}", {})
         for name in sample["ms"]:
             over = gain(sample, name, OURS)
             if over and name != OURS and not waited(sample, name) and not waited(sample, OURS):
