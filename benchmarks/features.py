@@ -187,7 +187,8 @@ def draw(results: Results, path: Path) -> None:
         for name in sample["ms"]:
             over = gain(sample, name, OURS)
             if over and name != OURS and not waited(sample, name) and not waited(sample, OURS):
-                panel.setdefault(name, {})[sample["length"]] = over.median
+                label = "flash+without it" if name == WITHOUT else name  # dashed
+                panel.setdefault(label, {})[sample["length"]] = over.median
     drawn = [plots.lines(title, lines, up="time over flash's") for title, lines in panels.items()]
     plots.draw(path, f"Forward + backward with a feature, {results['device']}", drawn, columns=2)
 
