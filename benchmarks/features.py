@@ -75,7 +75,7 @@ class Settings(Timing):
     other_head_dims: tuple[int, ...] = (32, 80, 96, 160, 192)
     # Where every query sees every key too; elsewhere the mask is causal.
     full: tuple[int, ...] = (4096,)
-    # Of the check against float64; twice that with key padding.
+    # Of the check against float64; twice that with key padding and at other head_dims.
     check_length: int = 1024
 
 
@@ -115,8 +115,8 @@ def run(options: Options) -> None:
 
 def checked(workload: Workload, settings: Settings, on_gpu: bool) -> Workload:
     """What is checked of a workload: on a GPU so much that `auto` takes the kernels that it takes when timed."""
-    many = workload.feature in (PADDING, HEAD_DIM)  # with these it asks for twice as many tiles
-    length = settings.check_length * (2 if workload.feature == PADDING else 1)
+    many = workload.feature in (PADDING, HEAD_DIM)  # with these it asks for longer rows, and twice as many tiles
+    length = settings.check_length * (2 if many else 1)
     heads = -(-(2**16 if many else 2**15) // length) if on_gpu else 2
     return replace(workload, batch=2, heads=heads, length=length)
 

@@ -254,4 +254,4 @@ def test_key_padding_is_held_to_the_fastest_and_drawn_without_the_causal_mask(tm
     assert missed.what.startswith("4 x 16 x 4096 x 128, key padding (full): time over the fastest other's")
     assert missed.status == MISSED
     features.draw(results, tmp_path / "features.svg")
-    assert "key padding (full), head_dim 128" in (tmp_path / "features.svg").read_text()
+    assert "key padding, head_dim 128, full" in (tmp_path / "features.svg").read_text()
