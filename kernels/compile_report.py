@@ -54,7 +54,6 @@ from .flash import dropout
 from .flash.decode import decode_kernel
 from .flash.hopper import backward, backward_schedule, dq, forward, forward_schedule, wide_dkdv, wide_dq
 from .flash.hopper import spec as forward_spec
-from .flash.hopper.columns import multiplied
 from .flash.hopper.descriptors import layout_of, tile_width
 from .flash.hopper.dropout import drop_of
 from .flash.hopper.primitives import compile_options
@@ -275,7 +274,11 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or partial or padded}
     if not job.causal or bounded or listed or drop or padded:
         absent["tail_head"] = None
-    rules |= {"COLUMNS": multiplied(job.head_dim), "DQ_DELAY": dq_delay, "BOUNDED": bounded}
+    rules |= {
+        "COLUMNS": backward.choose_columns(job.head_dim, drop is not None),
+        "DQ_DELAY": dq_delay,
+        "BOUNDED": bounded,
+    }
     rules |= {"LISTED": listed, "DROP": drop, "SOFTCAP": softcap}
     return rules | absent
 

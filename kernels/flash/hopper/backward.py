@@ -32,6 +32,7 @@ from .backward_schedule import HALF, KEYS, STAGES, BackwardSizes, decode_work_it
 from .block_masks import LISTS, Blocks
 from .bounds import Bounds
 from .columns import (
+    multiplied,
     multiply_columns,
     multiply_into,
     no_sums,
@@ -41,6 +42,7 @@ from .columns import (
     wait_for_sums,
     wait_keeping,
 )
+from .descriptors import tile_width
 from .dq import SUM_BLOCK, finish_dq, multiply_dq, reduce_dq, stage_dq
 from .dropout import Draw, negate, pack_positive
 from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
@@ -68,6 +70,11 @@ def choose_dq_delay(
     return int(row_blocks // (2 if causal else 1) >= DELAY_FROM[width])
 
 
+def choose_columns(head_dim: int, drops: bool) -> int:
+    """The columns that are multiplied, of a tile's. With dropout 32 of 64 would spill 8 B without a mask."""
+    return tile_width(head_dim) if drops and head_dim <= 64 else multiplied(head_dim)
+
+
 class Shared(NamedTuple):
     """What the warps of a program share. The rows' lse and delta are released with the tiles of Q."""
 
@@ -92,12 +99,12 @@ def make_shared(q_desc, k_desc, v_desc, do_desc, dq_sum_desc, DQ_DELAY: gl.const
     Never create a barrier that no warp uses: Triton reuses its memory for other data (compile_report checks this).
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    HEAD_DIM: gl.constexpr = q_desc.block_type.shape[3]
+    WIDTH: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
     v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
     queries = make_ring(q_desc, STAGES, 2)
-    d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, HEAD_DIM], do_desc.layout)
+    d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, WIDTH], do_desc.layout)
     d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)  # released together with Q
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
@@ -131,7 +138,7 @@ def consume(
 ):  # fmt: skip
     """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, DQ_DELAY steps behind."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
-    HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
+    WIDTH: gl.constexpr = shared.queries.tiles.shape[4]
     # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
     # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register.
     SPLIT: gl.constexpr = sizes.KvLengths is not None and not (CAUSAL or sizes.bounds or sizes.blocks)
@@ -148,36 +155,31 @@ def consume(
         # Wait until TMA has read the previous item's dK and dV from the dS tile where `store_dk_dv` staged them. The
         # other warpgroup learns of it through ds.empty, or in `sync_consumers`: the first step writes the other dS
         # tile.
-        if HEAD_DIM == 64 and WHICH == 0:
+        if WIDTH == 64 and WHICH == 0:
             tma.store_wait(0)
             gl.barrier()
         # Release the previous item's last dS tile, which finish_dq read and, at head_dim 64, `store_dk_dv` reused.
         if DQ_DELAY and ordinal > 0:
             arrive(shared.ds.empty[WHICH].index((tiles_before - 1) % STAGES))
         if sizes.KvLengths is not None:
-            clear_padding(shared.k_tiles.index(0).reshape([KEYS, HEAD_DIM]), item.keys_left)
-            own = shared.v_tiles.index(0).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
+            clear_padding(shared.k_tiles.index(0).reshape([KEYS, WIDTH]), item.keys_left)
+            own = shared.v_tiles.index(0).reshape([KEYS, WIDTH]).slice(WHICH * HALF, HALF)
             clear_padding(own, item.keys_left - WHICH * HALF)
-        if SPLIT:
-            if opaque(item.keys_left) < KEYS:
-                dk, dv = process_query_tiles(
-                    dk, dv, item, tiles_before, shared, sizes, scale, WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
-                    COLUMNS, True,
-                )  # fmt: skip
-            else:
-                dk, dv = process_query_tiles(
-                    dk, dv, item, tiles_before, shared, sizes, scale, WHICH, CAUSAL, False, DQ_DELAY, DROP, SOFTCAP,
-                    COLUMNS,
-                )  # fmt: skip
+        # opaque: kept live through the loops, what is compared here would take a register
+        if SPLIT and opaque(item.keys_left) < KEYS:
+            dk, dv = process_query_tiles(
+                dk, dv, item, tiles_before, shared, sizes, scale,
+                WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP, COLUMNS, True,
+            )  # fmt: skip
         else:
             dk, dv = process_query_tiles(
-                dk, dv, item, tiles_before, shared, sizes, scale, WHICH, CAUSAL, MASKED, DQ_DELAY, DROP, SOFTCAP,
-                COLUMNS,
+                dk, dv, item, tiles_before, shared, sizes, scale,
+                WHICH, CAUSAL, MASKED and not SPLIT, DQ_DELAY, DROP, SOFTCAP, COLUMNS, False,
             )  # fmt: skip
         tiles_before += item.steps
         if DQ_DELAY:
             finish_dq(shared, tiles_before - 1, WHICH)
-        if HEAD_DIM == 64:
+        if WIDTH == 64:
             arrive(shared.kv_empty)
         # Recomputed: kept live through the loop it would take registers.
         index = opaque(index)
@@ -203,7 +205,7 @@ def consume(
 def process_query_tiles(
     dk, dv, item, tiles_before, shared, sizes, scale,
     WHICH: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, DROP: gl.constexpr,
-    SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr, CUT: gl.constexpr = False,
+    SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """The steps of a work item: add the contributions of all its query tiles to dK and dV. CUT: key padding, without
     another mask, hides some of the keys from every step."""
@@ -251,7 +253,7 @@ def process_query_tile(
     rows_of_keys: ALiBi's (`with_distances`), or None.
     """
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
-    HEAD_DIM: gl.constexpr = shared.queries.tiles.shape[4]
+    WIDTH: gl.constexpr = shared.queries.tiles.shape[4]
     dtype: gl.constexpr = shared.k_tiles.dtype
     scores_layout: gl.constexpr = bias.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
@@ -264,17 +266,17 @@ def process_query_tile(
     # without the delay only dQ's product needs it (LOG.md).
     MODIFIED: gl.constexpr = SOFTCAP > 0 or slope is not None
     opaque_zero = tile >> 30 if MODIFIED else (step + sizes.q_len) >> 31  # q_len takes a register
-    kv_index = opaque_zero if HEAD_DIM > 64 or DQ_DELAY else 0
-    k = shared.k_tiles.index(kv_index).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
-    v = shared.v_tiles.index(kv_index).reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF)
-    q = shared.queries.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
-    d_out = shared.d_outs.tiles.index(stage).reshape([BLOCK_M, HEAD_DIM])
+    kv_index = opaque_zero if WIDTH > 64 or DQ_DELAY else 0
+    k = shared.k_tiles.index(kv_index).reshape([KEYS, WIDTH]).slice(WHICH * HALF, HALF)
+    v = shared.v_tiles.index(kv_index).reshape([KEYS, WIDTH]).slice(WHICH * HALF, HALF)
+    q = shared.queries.tiles.index(stage).reshape([BLOCK_M, WIDTH])
+    d_out = shared.d_outs.tiles.index(stage).reshape([BLOCK_M, WIDTH])
     zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
     mbarrier.wait(shared.queries.full.index(stage), phase)
     s = multiply_columns(k, q, bias, MASKED, COLUMNS)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
     # dP runs under the exponentials; with score modifiers at head_dim 64, after dV, or up to 44 B are spilled.
-    EARLY: gl.constexpr = DROP is None and not (MODIFIED and HEAD_DIM == 64)
+    EARLY: gl.constexpr = DROP is None and not (MODIFIED and WIDTH == 64)
     if EARLY:
         dp = multiply_columns(v, d_out, zeros, False, COLUMNS)
     mbarrier.wait(shared.rows_full.index(stage), phase)
@@ -322,7 +324,7 @@ def process_query_tile(
         mbarrier.wait(shared.ds.full[1 - WHICH].index(dq_stage), dq_phase)
     else:
         sync_consumers()
-    keys = shared.k_tiles.index(opaque_zero).reshape([KEYS, HEAD_DIM])
+    keys = shared.k_tiles.index(opaque_zero).reshape([KEYS, WIDTH])
     dq = multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH)
     rounded_ds = gl.convert_layout(ds, operand)
     dk = multiply_into(rounded_ds, q, dk, COLUMNS)
@@ -345,27 +347,27 @@ def process_query_tile(
 def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constexpr):
     """Start the TMA stores of dK and dV. At head_dim 64 they are staged in the last dS tile, so that the next item's
     K and V can be loaded meanwhile; at 128 they do not fit there and are staged in K's and V's own tiles."""
-    HEAD_DIM: gl.constexpr = shared.k_tiles.shape[4]
+    WIDTH: gl.constexpr = shared.k_tiles.shape[4]
     dtype: gl.constexpr = shared.k_tiles.dtype
     sync_consumers()  # both warpgroups are done with dS, K and V
-    if HEAD_DIM == 64:
-        both = reinterpret(shared.ds.tiles.index(stage), dtype, [2, 1, 1, KEYS, HEAD_DIM], dk_desc.layout)
+    if WIDTH == 64:
+        both = reinterpret(shared.ds.tiles.index(stage), dtype, [2, 1, 1, KEYS, WIDTH], dk_desc.layout)
         dk_tile = both.index(0)
         dv_tile = both.index(1)
     else:
         dk_tile = shared.k_tiles.index(0)
         dv_tile = shared.v_tiles.index(0)
-    store_sums(dk_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF), dk)
-    store_sums(dv_tile.reshape([KEYS, HEAD_DIM]).slice(WHICH * HALF, HALF), dv)
+    store_sums(dk_tile.reshape([KEYS, WIDTH]).slice(WHICH * HALF, HALF), dk)
+    store_sums(dv_tile.reshape([KEYS, WIDTH]).slice(WHICH * HALF, HALF), dv)
     fence_async_shared()
     sync_consumers()
     if WHICH == 0:
         coordinates = [item.batch, item.head, item.key_block * KEYS, 0]
         tma_store(dk_desc, coordinates, dk_tile)
         tma_store(dv_desc, coordinates, dv_tile)
-        if HEAD_DIM > 64:
+        if WIDTH > 64:
             tma.store_wait(0)
-    if HEAD_DIM > 64:
+    if WIDTH > 64:
         gl.barrier()
         arrive(shared.kv_empty)
 
@@ -386,7 +388,7 @@ def hopper_backward_kernel(
     float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item
     counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (bounds.py).
     QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (block_masks.py). Seed: int64,
-    if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or None. COLUMNS: `multiplied`.
+    if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or None. COLUMNS: `choose_columns`.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     bounds: gl.constexpr = None

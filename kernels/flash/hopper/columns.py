@@ -1,10 +1,10 @@
 """Which columns of a tile are multiplied, and results that have head_dim columns.
 
 Tiles have 64, 128 or 256 columns (`tile_width`), for Gluon's shapes are powers of two; TMA fills them up with zeros.
-Of a second half that is mostly or all zeros, only the columns that head_dim needs are multiplied, up to the next
-power of two: at 32, 32 in place of 64; at 96, 64 + 32 in place of 128; at 160, 128 + 32 in place of 256. So what sums
-over columns is issued as one product or two, and what has head_dim columns in registers is a tuple of one tensor or
-two.
+If at least half of the second half is zeros, only the columns there that head_dim needs are multiplied, up to the
+next power of two: at 32 and below, 32 in place of 64; at 96, 64 + 32 in place of 128; at 160, 128 + 32 in place of
+256. So what sums over columns is issued as one product or two, and out, dK, dV and above head_dim 128 dQ are a tuple
+of one tensor or two. dQ up to 128 stays whole (dq.py): its tile is split between two warpgroups.
 """
 
 import triton
@@ -24,13 +24,14 @@ def rest_of(head_dim):
 
 @gluon.constexpr_function
 def first_of(head_dim):
-    """The columns of the first product: all of the tile's, or half of them."""
+    """The columns of the first product: all of the tile's, or half of them. Less than 32 was not tried."""
     width = max(32, triton.next_power_of_2(head_dim))
     return width // 2 if rest_of(head_dim) else width
 
 
 def multiplied(head_dim: int) -> int:
-    """How many of a tile's columns are multiplied: the same for head_dims that have the same compiled kernel."""
+    """How many of a tile's columns are multiplied. `first_of` and `rest_of` take it for head_dim, and it is the same
+    for all head_dims that share a compiled kernel."""
     return first_of(head_dim) + rest_of(head_dim)
 
 
@@ -57,17 +58,23 @@ def rows_layout(columns):
 
 
 @gluon.jit
+def columns_of(tile, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """So many columns of a tile (rows, width), from FIRST on."""
+    if tile.shape[1] > COLUMNS:
+        tile = tile.slice(FIRST, COLUMNS, dim=1)
+    return tile
+
+
+@gluon.jit
 def multiply_columns(a, b, acc, USE_ACC: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Issue a b^T, plus acc if USE_ACC, asynchronously, in `parts_of` products. a, b: tiles of (rows, width)."""
     FIRST: gl.constexpr = first_of(HEAD_DIM)
     REST: gl.constexpr = rest_of(HEAD_DIM)
-    first, other = a, b
-    if a.shape[1] > FIRST:
-        first, other = a.slice(0, FIRST, dim=1), b.slice(0, FIRST, dim=1)
-    acc = warpgroup_mma(first, other.permute((1, 0)), acc, use_acc=USE_ACC, is_async=True)
+    other = columns_of(b, 0, FIRST).permute((1, 0))
+    acc = warpgroup_mma(columns_of(a, 0, FIRST), other, acc, use_acc=USE_ACC, is_async=True)
     if REST > 0:
-        rest = b.slice(FIRST, REST, dim=1).permute((1, 0))
-        acc = warpgroup_mma(a.slice(FIRST, REST, dim=1), rest, acc, is_async=True)
+        other = columns_of(b, FIRST, REST).permute((1, 0))
+        acc = warpgroup_mma(columns_of(a, FIRST, REST), other, acc, is_async=True)
     return acc
 
 
@@ -88,13 +95,11 @@ def multiply_into(a, b, sums, HEAD_DIM: gl.constexpr):
     """Issue sums + a b, asynchronously. a: a register operand for the first of the sums. b: a tile of (.., width)."""
     FIRST: gl.constexpr = first_of(HEAD_DIM)
     REST: gl.constexpr = rest_of(HEAD_DIM)
+    first = warpgroup_mma(a, columns_of(b, 0, FIRST), sums[0], is_async=True)
     if REST > 0:
-        first = warpgroup_mma(a, b.slice(0, FIRST, dim=1), sums[0], is_async=True)
-        return first, warpgroup_mma(a, b.slice(FIRST, REST, dim=1), sums[1], is_async=True)
-    elif b.shape[1] > FIRST:
-        return (warpgroup_mma(a, b.slice(0, FIRST, dim=1), sums[0], is_async=True),)
+        return first, warpgroup_mma(a, columns_of(b, FIRST, REST), sums[1], is_async=True)
     else:
-        return (warpgroup_mma(a, b, sums[0], is_async=True),)
+        return (first,)
 
 
 @gluon.jit
@@ -126,12 +131,9 @@ def scale_sums(sums, factor):
 def store_sums(tile, sums):
     """Store the sums to the columns of a tile in shared memory, rounded; without those that were not multiplied."""
     FIRST: gl.constexpr = sums[0].shape[1]
-    first = tile
-    if tile.shape[1] > FIRST:
-        first = tile.slice(0, FIRST, dim=1)
-    first.store(sums[0].to(tile.dtype))
+    columns_of(tile, 0, FIRST).store(sums[0].to(tile.dtype))
     if len(sums) == 2:
-        tile.slice(FIRST, sums[1].shape[1], dim=1).store(sums[1].to(tile.dtype))
+        columns_of(tile, FIRST, sums[1].shape[1]).store(sums[1].to(tile.dtype))
 
 
 @gluon.jit

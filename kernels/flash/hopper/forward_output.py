@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .columns import rows_layout
+from .columns import columns_of, rows_layout
 from .forward_schedule import ROWS, q_slot
 from .pipeline import arrive, opaque
 from .primitives import tma_store
@@ -67,10 +67,7 @@ def store_columns(
     out = acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
     rounded = out.to(tile.dtype)
     if SPEC.OUT_BY_TMA:
-        of_tile = tile.reshape([ROWS, tile.shape[3]])
-        if acc.shape[1] < tile.shape[3]:
-            of_tile = of_tile.slice(FIRST, acc.shape[1], dim=1)
-        of_tile.store(rounded)
+        columns_of(tile.reshape([ROWS, tile.shape[3]]), FIRST, acc.shape[1]).store(rounded)
     else:
         store_rows(output.Out, rounded, output, first_row, head, batch, sizes, FIRST, SPEC)
     if output.OutLow is not None:

@@ -9,9 +9,8 @@ from ...launch import Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, list_strides
-from .backward import choose_dq_delay, hopper_backward_kernel
+from .backward import choose_columns, choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
-from .columns import multiplied
 from .descriptors import Descriptor, fits_tma, rows_of, tile_width
 from .dq import SUM_BLOCK, delta_kernel, round_kernel
 from .dropout import drop_of
@@ -268,17 +267,8 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     dq_delay = 0
     if not (bounded or listed):
         dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
-    spec = (
-        heads // kv_heads,
-        causal,
-        masked,
-        dq_delay,
-        bounded,
-        listed,
-        drop,
-        options.softcap,
-        multiplied(head_dim),
-    )
+    multiplied = choose_columns(head_dim, drop is not None)
+    spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop, options.softcap, multiplied)
     programs = min(flat_heads * columns, sm_count(q.device))
     compiled = compile_options(width, dq_delay) | OVERLAPPED
     return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled

@@ -44,8 +44,8 @@ def padded_bias(zeros, first, keys_left):
 def clear_padding(tile, keys_left):
     """Set the rows of a tile of K or V from `keys_left` on to 0, for wgmma."""
     ROWS: gl.constexpr = tile.shape[0]
-    HEAD_DIM: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    WIDTH: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     if keys_left < ROWS:
         for first in gl.static_range(0, ROWS, CLEARED):
             part = tile.slice(first, CLEARED)

@@ -143,13 +143,19 @@ def load_queries(
         index = publish_claim(pending, shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
 
 
+@gluon.constexpr_function
+def half_of_dv(which, head_dim):
+    """The half of dV's columns that a warpgroup has; of dK it has `which`."""
+    return 1 - which if rest_of(head_dim) else which
+
+
 @gluon.jit
 def consume_queries(
     results, Lse, Delta, shared, sizes, scale, WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """A consumer warpgroup: half of the dimensions of dK and dV, together."""
     REST: gl.constexpr = rest_of(HEAD_DIM)
-    DV_HALF: gl.constexpr = 1 - WHICH if REST > 0 else WHICH  # which it has; of dK it has WHICH
+    DV_HALF: gl.constexpr = half_of_dv(WHICH, HEAD_DIM)
     DK_DIMS: gl.constexpr = REST if REST > 0 and WHICH == 1 else WIDTH // 2
     DV_DIMS: gl.constexpr = REST if REST > 0 and DV_HALF == 1 else WIDTH // 2
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS // 2, 16])
@@ -199,13 +205,13 @@ def process_queries(
     dk, dv, bias, first_row, flat_head, tile, last, Lse, Delta, shared, sizes, scale,
     WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """One step: S and dP of half of a block of queries, then what all of the block adds to half of dK and dV.
+    """One step: S and dP of half of a block of queries, then what all of it adds to this warpgroup's dK and dV.
 
     bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. last: whether it is the last
     step, after whose dP K and V are released.
     """
     HALF: gl.constexpr = ROWS // 2
-    DV_HALF: gl.constexpr = 1 - WHICH if rest_of(HEAD_DIM) > 0 else WHICH
+    DV_HALF: gl.constexpr = half_of_dv(WHICH, HEAD_DIM)
     DK_DIMS: gl.constexpr = dk.shape[1]
     DV_DIMS: gl.constexpr = dv.shape[1]
     scores_layout: gl.constexpr = bias.type.layout

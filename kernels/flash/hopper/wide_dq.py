@@ -116,9 +116,8 @@ def consume_keys(
         first_row = tile_row + WHICH * ROWS
         DQ = of_rows.DQ + batch.to(gl.int64) * of_rows.stride_b + head.to(gl.int64) * of_rows.stride_h
         stride_m, q_len = of_rows.stride_m, sizes.q_len
-        store_rows(dq[0] * scale, DQ, stride_m, first_row, q_len, 0, SPEC.HEAD_DIM)
-        if len(dq) == 2:
-            store_rows(dq[1] * scale, DQ, stride_m, first_row, q_len, WIDTH // 2, SPEC.HEAD_DIM)
+        for part in gl.static_range(len(dq)):
+            store_rows(dq[part] * scale, DQ, stride_m, first_row, q_len, part * dq[0].shape[1], SPEC.HEAD_DIM)
         ordinal += 1
         index = read_claim(claims, ordinal)
         arrive(claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole tile ago
