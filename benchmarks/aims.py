@@ -62,10 +62,12 @@ def shown(times: Times, limit: float, form: str = "{:.2f}x") -> str:
     return times.shown(finer)
 
 
-def lost(ours: Times, theirs: Times) -> bool:
-    """Whether theirs is faster, as `timing.versus` has it; of one process, which has no range, the figure decides."""
-    gain = ours / theirs
-    return versus(theirs, ours) == FASTER or bool(gain.median > 1 and gain.alone)
+def held(ours: Times, theirs: Times) -> tuple[bool, bool]:
+    """Whether theirs is not faster, as `timing.versus` has it, and then whether the two are level: our median is
+    behind, but the ranges overlap. Of one process, which has no range, the figure decides."""
+    behind = (ours / theirs).median > 1
+    lost = versus(theirs, ours) == FASTER or bool(behind and (ours / theirs).alone)
+    return not lost, behind and not lost
 
 
 def over_fastest(
@@ -74,7 +76,7 @@ def over_fastest(
 ) -> list[Aim]:  # fmt: skip
     """Our time over that of the fastest of the others for which the device did not wait, if there is one.
 
-    Missed where one of them is faster, as `timing.versus` has it, then over the fastest of those; see `lost`.
+    Missed where one of them is faster, as `timing.versus` has it, then over the fastest of those; see `held`.
     """
     others = [name for name in others if name in sample["ms"]]
     late = [name for name in others if waited(sample, name)]
@@ -85,8 +87,9 @@ def over_fastest(
         return []
     gain, why = times / best[1], f"the fastest {which} is {best[0]}"
     why += f", without {', '.join(late)}, which waited for the host" if late else ""
-    what, met = f"{where}: time over the fastest {which}'s", not lost(times, best[1])
-    return [Aim(what, shown(gain, 1), "1x at most", met, why, met and gain.median > 1, among)]
+    met, level = held(times, best[1])
+    what = f"{where}: time over the fastest {which}'s"
+    return [Aim(what, shown(gain, 1), "1x at most", met, why, level, among)]
 
 
 def main(argv: list[str]) -> int:

@@ -115,7 +115,10 @@ def run(options: Options) -> None:
 
 def checked(workload: Workload, settings: Settings, on_gpu: bool) -> Workload:
     """What is checked of a workload: on a GPU so much that `auto` takes the kernels that it takes when timed."""
-    many = workload.feature in (PADDING, HEAD_DIM)  # with these it asks for longer rows, and twice as many tiles
+    many = workload.feature in (
+        PADDING,
+        HEAD_DIM,
+    )  # with these it asks for longer rows, and twice as many tiles
     length = settings.check_length * (2 if many else 1)
     heads = -(-(2**16 if many else 2**15) // length) if on_gpu else 2
     return replace(workload, batch=2, heads=heads, length=length)

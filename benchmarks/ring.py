@@ -6,7 +6,7 @@ from reproduce.experiment import Results
 from reproduce.ring import RING, TORCH, default, not_hidden, samples
 from reproduce.timing import took
 
-from .aims import Aim, lost, shown
+from .aims import Aim, held, shown
 
 
 def aims(results: Results) -> list[Aim]:
@@ -21,5 +21,6 @@ def aims(results: Results) -> list[Aim]:
             times, theirs = took(sample, ours), took(sample, TORCH)
             what = f"{ours}, {where}: time over PyTorch's context_parallel"
             why = f"{not_hidden(sample):.0%} of the ring's exchange is not hidden"
-            found.append(Aim(what, shown(times / theirs, 1), "1x at most", not lost(times, theirs), why))
+            met, level = held(times, theirs)
+            found.append(Aim(what, shown(times / theirs, 1), "1x at most", met, why, level))
     return found

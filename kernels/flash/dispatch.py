@@ -68,8 +68,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", ""): (
         Faster(64, 64, tiles=256),  # 0.75 to 1.02, at 256 tiles up to 1.24; few 0.89 to 1.22
         Faster(128, 128, tiles=128),  # 0.68 to 0.98, at 128 tiles up to 1.07; few 1.04 to 1.22
-        Faster(32, 32, 2048, 1024),  # at 4096 queries 0.98
-        Faster(40, 120, 512, 1024),  # 0.54 to 0.82; few 1.02 to 1.13. 16: 1.20 to 1.43
+        Faster(40, 120, 512, 1024),  # 0.54 to 0.82; few 1.02 to 1.13. 16: 1.20 to 1.43, 32 at 4096: 0.98
         Faster(136, 256),  # 0.60 to 0.93
     ),
     # 0.81 to 0.91, at 512 queries up to 1.07; few 1.04 to 1.61. 64: many 1.00 to 1.07
@@ -87,7 +86,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("backward", ""): (
         Faster(64, 64, tiles=256),  # 0.64 to 1.02; few 0.82 to 1.48
         Faster(128, 128),  # 0.49 to 0.90; few 0.57 to 1.08
-        Faster(32, 32, 2048, 1024),  # at 4096 queries 0.88
+        Faster(32, 32, 2048, 1024),  # causal, 4096 queries, 8192 tiles: 0.88; others not timed
         Faster(40, 56, 512, 1024),  # 48: 0.60 to 0.81
         Faster(72, 120),  # 0.45 to 0.66; few 0.86 and 0.87. 16: 1.11 to 1.49
         Faster(136, 256, 256),  # 0.41 to 0.63; few 0.54 to 0.93, but at 128 queries 1.04 to 1.12

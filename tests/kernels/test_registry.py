@@ -57,9 +57,11 @@ def test_auto_on_a_gpu_is_flash_but_for_head_dims_where_sdpa_is_faster() -> None
     gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
     assert resolve_attention("auto", **gpu, head_dim=128)[0] == "flash"
     assert resolve_attention("auto", **gpu, head_dim=208)[0] == "sdpa"
+    assert resolve_attention("auto", **gpu, head_dim=192, causal=False)[0] == "sdpa"
     for head_dim in (136, 192, 256):
         on_hopper = kernels.attention_tier("flash", **gpu, head_dim=head_dim) == "hopper"
-        assert resolve_attention("auto", **gpu, head_dim=head_dim)[0] == ("flash" if on_hopper else "sdpa")
+        auto, _ = resolve_attention("auto", **gpu, head_dim=head_dim, causal=True)
+        assert auto == ("flash" if on_hopper else "sdpa")
     assert resolve_attention("auto", **gpu, head_dim=256, softcap=5.0)[0] == "flash"
     assert resolve_attention("auto", **gpu, head_dim=256, cu_seqlens=True)[0] == "flash"
 
