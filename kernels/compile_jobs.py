@@ -31,7 +31,10 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 # not causal) it has three consumers at head_dim 64. Short ones: at head_dim 64, TMA stores out up to 256, not at 512;
 # at head_dim 128, the exponentials change places above 512.
 LENGTHS = (256, 512, 1024, 2048, 16384)
-FILLED, OF_FILLED = {64: (32,), 128: (72, 96), 256: (136, 160, 192, 200)}, 512
+# Head_dims whose tiles are filled up with zeros (columns.py), by width: one feature at a time. Odd multiples of 8,
+# where offsets need the most care: none, and one length.
+FILLED = {64: (32,), 128: (96,), 256: (160, 192)}
+ODD, OF_ODD = {128: (72,), 256: (136, 200)}, 512
 GELU = ("gelu_product", "gelu_product_backward")
 FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # also in kernels/history
 CUDA = torch.device("cuda")
@@ -84,32 +87,34 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:
             for head_dim in head_dims:
                 jobs += _hopper(head_dim)
+                jobs += [job for each in FILLED.get(head_dim, ()) for job in _hopper(each, features=1)]
             if 128 in head_dims:  # the width of their tiles
                 jobs += [Job(architecture, name, 128, False, None) for name in (*GELU, *FLASH3)]
     return jobs
 
 
-def _hopper(head_dim: int) -> list[Job]:
-    """Every form of the Hopper kernels that `dispatch` lets through with tier="hopper", some of them repeatedly."""
+def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
+    """Every form of the Hopper kernels that `dispatch` lets through with tier="hopper", some of them repeatedly.
+    features: how many at a time; None: any number."""
     backward = ("hopper_backward",) if head_dim <= 128 else ("hopper_dkdv", "hopper_dq")
     jobs = []
     for which, kernels in {"forward": ("hopper_forward",), "backward": backward}.items():
         served = (name for name, each in FEATURES.items() if each.hopper)
         uses = [name for name in served if name not in NO_FORM[which]][::-1]
-        sets = (each for count in range(len(uses) + 1) for each in itertools.combinations(uses, count))
-        for features, causal, length, apart in itertools.product(sets, (True, False), LENGTHS, APART):
+        most = len(uses) if features is None else features
+        sets = (each for count in range(most + 1) for each in itertools.combinations(uses, count))
+        for used, causal, length, apart in itertools.product(sets, (True, False), LENGTHS, APART):
             call = (length, length + APART[apart], causal)
-            request = AttentionRequest(CUDA, torch.bfloat16, head_dim, frozenset(features), "hopper", *call)
+            request = AttentionRequest(CUDA, torch.bfloat16, head_dim, frozenset(used), "hopper", *call)
             if hopper_needs(which, request) is None:
-                feature = " ".join([*features, apart]).strip()
+                feature = " ".join([*used, apart]).strip()
                 jobs += [
                     Job(90, each, head_dim, causal, None, feature=feature, length=length) for each in kernels
                 ]
     plain = [job for job in jobs if not job.feature]
     grouped = [replace(job, feature="gqa") for job in plain if job.kernel == "hopper_forward"]
-    # Tiles filled up with zeros (columns.py); 72 and 136 are odd multiples of 8, where offsets need the most care.
-    filled = [job for job in plain if job.length == OF_FILLED and head_dim in FILLED]
-    return jobs + grouped + [replace(job, head_dim=each) for job in filled for each in FILLED[head_dim]]
+    odd = [job for job in plain if job.length == OF_ODD]
+    return jobs + grouped + [replace(job, head_dim=each) for job in odd for each in ODD.get(head_dim, ())]
 
 
 Form = frozenset[tuple[str, str]]

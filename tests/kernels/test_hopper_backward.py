@@ -84,8 +84,8 @@ def assert_accurate(
 
 NARROW = [(head_dim, delay) for head_dim in (64, 128) for delay in (0, 1)]
 # Those whose tiles are filled up with zeros.
-PADDED = [(head_dim, delay) for head_dim in (16, 32, 72, 96) for delay in (0, 1)]
-PADDED += [(head_dim, 0) for head_dim in (136, 160, 192)]
+PADDED = [(head_dim, delay) for head_dim in (16, 32, 80, 96, 104) for delay in (0, 1)]
+PADDED += [(head_dim, 0) for head_dim in (136, 160, 192, 200)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -16,7 +16,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper
-from kernels.flash.hopper.descriptors import layout_of
+from kernels.flash.hopper.columns import first_of, multiplied, rest_of
+from kernels.flash.hopper.descriptors import layout_of, tile_width
 from kernels.flash.hopper.pipeline import fetch, make_ring
 from kernels.flash.hopper.spec import specify
 from kernels.flash.masks import block_lists, document_bounds
@@ -233,12 +234,11 @@ def test_windows_of_unequal_lengths(
 
 @pytest.mark.one_in(5)
 @CAUSAL
-@ONE_QUICK_HEAD_DIM
-@pytest.mark.parametrize("which", ["forward", "backward"])
-@pytest.mark.parametrize("delay", [0, 1], ids=["", "delay"])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=SLOW), pytest.param(128, marks=SLOW)])
+@pytest.mark.parametrize(("which", "delay"), [("forward", 0), ("backward", 0), ("backward", 1)])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(172, 300), pytest.param(200, 333, marks=SLOW)])
 def test_key_padding(
-    machine, monkeypatch, q_len: int, kv_len: int, delay: int, which: str, head_dim: int, causal: bool
+    machine, monkeypatch, q_len: int, kv_len: int, which: str, delay: int, head_dim: int, causal: bool
 ) -> None:
     """No key in a batch, one, as many as a block, the first block and part of another, all. Padding is NaN."""
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
@@ -325,6 +325,14 @@ def test_forward_of_long_sequences(
     check("forward", machine, q_len, kv_len, head_dim, causal)
 
 
+def test_head_dims_that_share_a_kernel_multiply_the_same_columns() -> None:
+    """The backward up to head_dim 128 is compiled for `multiplied`; no column of head_dim is left out."""
+    for head_dim in range(8, 257, 8):
+        columns = multiplied(head_dim)
+        assert head_dim <= columns <= tile_width(head_dim)
+        assert [first_of(columns), rest_of(columns)] == [first_of(head_dim), rest_of(head_dim)]
+
+
 @pytest.mark.parametrize(
     ("head_dim", "causal"),
     [
@@ -348,7 +356,7 @@ def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int,
         (bound, 64)
         for bound in ("causal", "full", "window", "documents", "blocks", "padding", "dropout", "sinks")
     ]
-    + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 128, 256)]
+    + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 128, 160, 256)]
     + [pytest.param(bound, 128, marks=SLOW) for bound in ("padding", "dropout", "sinks")],
 )
 def test_precise_delta(machine, bound: str, head_dim: int) -> None:

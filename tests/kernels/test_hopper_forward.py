@@ -138,7 +138,7 @@ def test_packed_views_and_grouped_heads(heads: int, kv_heads: int, head_dim: int
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 96, 160])
 @pytest.mark.parametrize(
     "bound",
     ["causal", "full", "window", "documents", "blocks", "padding", "dropout", "full dropout", "sinks"],
