@@ -114,6 +114,15 @@ UNTOUCHED |= dict.fromkeys(
     "FASTER, _prepare_backward, specify: written otherwise; what was timed with them gets the kernels it got",
 )
 UNTOUCHED |= dict.fromkeys(
+    (
+        *("ead0e3ca45", "c8ddeb08ce", "9994f9d784", "0abc6fc3e9", "d40b706c24", "70b012c6e2", "270a41a7d9"),
+        *("06b7658fca", "e9d98a3449", "b08ae029bc", "9612de70d4", "bf8ccd7adc", "ce72e59948", "77bf87149e"),
+        *("3d5e08d09e", "97b369337c", "7147e56d4c", "ed0c8fee57", "57c24ba1de", "47f0471095", "17119063dd"),
+        *("dfb072a5a3", "a1513fa62d", "bac16f1506", "c2c85acc85"),
+    ),
+    "Hopper kernels, 90096cf8: the same in fewer lines; all that was timed has the PTX that it had",
+)
+UNTOUCHED |= dict.fromkeys(
     ("0980ef4c1c", "f5001aa809", "2e2ecfd9ca", "cdce40d34e", "3e2fb9f275", "3fe9f173c0"),
     "library.flex, precision.compiled, compiled_to_graphs, run of attention, numerics, features: torch.compile is "
     "told to fuse multiplications with additions, the default of Triton 3.7, with which all was measured",
