@@ -3,12 +3,13 @@
 In eager mode, without CUDA graphs, a small model is only as fast as the host can launch its kernels. So the attention
 here is so small that the device always finishes first, and the host's clock is read around many calls with no
 synchronisation between them. An autograd.Function that does nothing is timed too: the overhead PyTorch itself adds to
-any attention written in Python. All take turns in one process.
+any attention written in Python. All take turns, in another order each round, in three processes.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from kernels import attention_tier, get_attention, resolve_attention
 from reproduce import plots
 from reproduce.common import text_table
 from reproduce.experiment import Options, Results, Sample, pick
+from reproduce.timing import Times, recorded
 
 from .aims import Aim
 
@@ -44,11 +46,18 @@ class Settings:
     layers: int = 20
     # Calls between synchronisations: few enough that CUDA's launch queue never fills, which would block a launch.
     calls: int = 100
+    processes: int = 3
     rounds: int = 20
 
 
 TINY = Settings(
-    dtype="float16", backends=("flash", "sdpa"), shape=(1, 1, 16, 32), layers=2, calls=1, rounds=1
+    dtype="float16",
+    backends=("flash", "sdpa"),
+    shape=(1, 1, 16, 32),
+    layers=2,
+    calls=1,
+    processes=1,
+    rounds=1,
 )
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -78,7 +87,7 @@ def run(options: Options) -> None:
         if "hopper" in (sample["tier"] or ""):
             # Of larger calls: for so small a one `auto` takes the portable kernels.
             found[name], found[PORTABLE] = (partial(found[name], tier=each) for each in ("hopper", "triton"))
-    options.sample(partial(time_all, found, options), kind="time")
+    options.timed(partial(time_all, found, options), kind="time")
 
 
 def _check(name: str, options: Options) -> Sample:
@@ -120,19 +129,21 @@ def phases(attend: Attend, options: Options) -> dict[str, tuple[Callable[[], obj
 
 
 def time_all(attends: dict[str, Attend], options: Options) -> Sample:
-    """Microseconds per attention call in every round: {"us": {contender: {phase: [...]}}}."""
-    settings = options.settings
+    """Microseconds per attention call in every round: {"us": {contender: {phase: [...]}}, "clocks"}."""
+    settings, order = options.settings, random.Random(options.process)
     timed = {name: phases(attend, options) for name, attend in attends.items()}
     us: dict[str, dict[str, list[float]]] = {
         name: {phase: [] for phase in each} for name, each in timed.items()
     }
-    for number in range(-1, settings.rounds):  # the first is a warm-up
-        for name, each in timed.items():
-            for phase, (call, calls_in_it) in each.items():
-                took = _host_us(call, max(1, settings.calls // calls_in_it), options.device) / calls_in_it
-                if number >= 0:
-                    us[name][phase].append(float(f"{took:.4g}"))
-    return {"us": us}
+    with recorded(options.device) as clocks:
+        for number in range(-1, settings.rounds):  # the first is a warm-up
+            for name in order.sample(list(timed), len(timed)):
+                for phase, (call, calls_in_it) in timed[name].items():
+                    calls = max(1, settings.calls // calls_in_it)
+                    took = _host_us(call, calls, options.device) / calls_in_it
+                    if number >= 0:
+                        us[name][phase].append(float(f"{took:.4g}"))
+    return {"us": us, "clocks": clocks}
 
 
 def _host_us(call: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -145,53 +156,53 @@ def _host_us(call: Callable[[], object], calls: int, device: torch.device) -> fl
     return 1e6 * (time.perf_counter() - begin) / calls
 
 
-def _medians(results: Results) -> list[dict[str, dict[str, float]]]:
-    """Of each timing: contender -> phase -> microseconds."""
-    return [
-        {
-            name: {p: statistics.median(us) for p, us in phases.items()}
-            for name, phases in sample["us"].items()
-        }
-        for sample in pick(results, kind="time")
-    ]
+def _times(results: Results) -> dict[str, dict[str, Times]]:
+    """contender -> phase -> the median microseconds of each process; of contenders that all processes have."""
+    timings = [sample["us"] for sample in pick(results, kind="time")]
+    if not timings:
+        return {}
+    return {
+        name: {p: Times(statistics.median(us[name][p]) for us in timings) for p in its}
+        for name, its in timings[0].items()
+        if all(name in us for us in timings)
+    }
 
 
 def table(results: Results) -> str:
     """Median microseconds per call, and which backends were left out."""
     lines = [f"left out: {s['backend']}: {s['refused']}" for s in results["samples"] if s.get("refused")]
-    for medians in _medians(results):
-        rows = [[name, *(f"{us:.0f}" for us in each.values())] for name, each in medians.items()]
-        lines.append(text_table(["us of the host a call", *medians[NOTHING]], rows))
+    if times := _times(results):
+        rows = [[name, *(f"{us.median:.0f}" for us in each.values())] for name, each in times.items()]
+        lines.append(text_table(["us of the host a call", *times[NOTHING]], rows))
     return "\n".join(lines)
 
 
 def draw(results: Results, path: Path) -> None:
     """A panel for each phase, with a bar for each contender."""
+    times = _times(results)
     panels = [
-        plots.bars(phase, {name: {"": us[phase]} for name, us in medians.items()}, across="microseconds a call",
-                   backends=True)
-        for medians in _medians(results)
-        for phase in medians[NOTHING]
+        plots.bars(phase, {name: {"": us[phase].median} for name, us in times.items()},
+                   across="microseconds a call", backends=True)
+        for phase in times.get(NOTHING, {})
     ]  # fmt: skip
     plots.draw(path, f"What a call costs the host of {results['device']}", panels, columns=2)
 
 
 def aims(results: Results) -> list[Aim]:
     """At short lengths the host's time decides, not the device's."""
-    found = []
-    for medians in _medians(results):
-        if "flash" not in medians:
-            continue
-        tiers = (
-            {PORTABLE: ", portable", "flash": ", on the Hopper kernels"}
-            if PORTABLE in medians
-            else {"flash": ""}
-        )
-        for (phase, aim), (name, tier) in itertools.product(AIMS.items(), tiers.items()):
-            ours, nothing = medians[name][phase], medians[NOTHING][phase]
-            others = [each[phase] for name, each in medians.items() if name.startswith("sdpa")]
-            fastest = f", the fastest of PyTorch's {min(others):.0f} us" if others else ""
-            why = f"an {NOTHING} takes {nothing:.0f} us{fastest}"
-            what = f"host, {phase} of flash{tier}"
-            found.append(Aim(what, f"{ours:.0f} us (one process)", f"{aim} us", ours <= aim, why))
+    found: list[Aim] = []
+    times = _times(results)
+    if "flash" not in times:
+        return found
+    tiers = (
+        {PORTABLE: ", portable", "flash": ", on the Hopper kernels"} if PORTABLE in times else {"flash": ""}
+    )
+    for (phase, aim), (name, tier) in itertools.product(AIMS.items(), tiers.items()):
+        ours, nothing = times[name][phase], times[NOTHING][phase].median
+        others = [each[phase].median for name, each in times.items() if name.startswith("sdpa")]
+        fastest = f", the fastest of PyTorch's {min(others):.0f} us" if others else ""
+        why = f"an {NOTHING} takes {nothing:.0f} us{fastest}"
+        between = "one process" if ours.alone else f"{ours.low:.0f} to {ours.high:.0f}"
+        text = f"{ours.median:.0f} us ({between})"
+        found.append(Aim(f"host, {phase} of flash{tier}", text, f"{aim} us", ours.high <= aim, why))
     return found

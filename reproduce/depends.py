@@ -45,6 +45,7 @@ UNTOUCHED: dict[str, str] = {
     "93f779ba6f": "flash1.BACKWARD: another tile at 128, where only history times: the fastest, or it says so",
     "ffdc9e02a8": "precision.compiled: no cache tag from torch 2.13 on: where timed tiles are kept, not which",
     "17810fae95": "documents.run: `fa4 itself` is new, timed in turns with the others; their calls are as before",
+    "ac4fd1d0d8": "host.run: another order each round, three processes, and clocks; a call is timed as before",
     "14b0f5b720": "features.run: other head_dims are checked at twice the length; what is timed is as before",
     "7c2c0ad36a": "features.run: padding, windows, other head_dims, precise_delta are new; other calls are as before",
     "3ad113a17f": "specify: softcap, precise_delta, and grouped heads of few queries have the form of before again",
