@@ -7,6 +7,7 @@ spec.py                          what the forward knows of a call at compile tim
 forward_schedule.py, backward_schedule.py   the tiles and work items that a program takes, and their order
 scheduler.py                     dynamic scheduling: programs claim them by a counter
 pipeline.py, descriptors.py      rings of tiles in shared memory; TMA descriptors
+columns.py                       which columns of a tile are multiplied, and results in one part or two
 primitives.py                    what Triton's releases name differently; programmatic dependent launch
 softmax.py, masks.py, dropout.py, score_mods.py   on tiles in registers
 bounds.py, block_masks.py, padding.py   windows and documents; block masks; key padding
