@@ -108,11 +108,11 @@ UNTOUCHED |= dict.fromkeys(
         "c3c351f62c",
     ),
     "Hopper kernels: only the columns that head_dim needs are multiplied; at 64, 128 and 256 the PTX is as it was; "
-    "specify, FASTER: key padding at 128, other head_dims; FASTER_SINCE has what was measured of these",
+    "specify, FASTER: key padding at 128, other head_dims; what was measured of these is in FASTER_SINCE",
 )
 UNTOUCHED |= dict.fromkeys(
     ("6612de8fb6", "95680653b9", "24fac23141"),
-    "FASTER, _prepare_backward, specify: written otherwise; what was timed with them gets the kernels it got",
+    "FASTER, _prepare_backward, specify: rewritten; what was timed with them gets the same kernels as before",
 )
 UNTOUCHED |= dict.fromkeys(
     (
@@ -121,7 +121,7 @@ UNTOUCHED |= dict.fromkeys(
         *("3d5e08d09e", "97b369337c", "7147e56d4c", "ed0c8fee57", "57c24ba1de", "47f0471095", "17119063dd"),
         *("dfb072a5a3", "a1513fa62d", "bac16f1506", "c2c85acc85"),
     ),
-    "Hopper kernels, 90096cf8: the same in fewer lines; all that was timed has the PTX that it had",
+    "Hopper kernels, 90096cf8: the same in fewer lines; all that was timed has the same PTX as before",
 )
 UNTOUCHED |= dict.fromkeys(
     ("0980ef4c1c", "f5001aa809", "2e2ecfd9ca", "cdce40d34e", "3e2fb9f275", "3fe9f173c0"),
@@ -201,7 +201,7 @@ FASTER_SINCE["041cffd4e2"] = Outrun(
 )
 FASTER_SINCE |= {
     "7924b76677": Outrun(
-        "head_dim 32 from 4096 on, 80 and 96: both passes took up to 1.10 of the time that they take now",
+        "head_dim 32 (from 4096 on), 80 and 96: both passes took up to 1.10 of the time that they take now",
         lambda sample: sample.get("head_dim") in (32, 80, 96) and "ms" in sample,
     ),
     "adfbb52be6": Outrun(
@@ -209,7 +209,7 @@ FASTER_SINCE |= {
     ),
     "bc0ab1783c": Outrun(
         "windows at head_dim 128 in rows of up to 2048 tokens: the backward had a quarter of the heads side by side, "
-        "now half; timed since only over twice as many keys, where it took 1.19 of the time",
+        "now half; timed again only over twice as many keys, where it took 1.19 of the time that it takes now",
         _is_of_short_windows,
     ),
 }
