@@ -3,7 +3,7 @@
 In eager mode, without CUDA graphs, a small model is only as fast as the host can launch its kernels. So the attention
 here is so small that the device always finishes first, and the host's clock is read around many calls with no
 synchronisation between them. An autograd.Function that does nothing is timed too: the overhead PyTorch itself adds to
-any attention written in Python. All take turns, in another order each round, in three processes.
+any attention written in Python. All take turns, in a new order each round, in three processes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _host_us(call: Callable[[], object], calls: int, device: torch.device) -> fl
 
 
 def _times(results: Results) -> dict[str, dict[str, Times]]:
-    """contender -> phase -> the median microseconds of each process; of contenders that all processes have."""
+    """contender -> phase -> the median microseconds of each process; for contenders that all processes have."""
     timings = [sample["us"] for sample in pick(results, kind="time")]
     if not timings:
         return {}

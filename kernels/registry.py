@@ -25,8 +25,8 @@ _COMMON = ("causal", "scale", "dropout_seed")
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
 # Above this head_dim torch's SDPA goes first: at 256 on an H200 the portable kernels take 1.3 to 2.0 times as long.
 FLASH_HEAD_DIM = 128
-# But flash does where both passes have the Hopper kernels: from HOPPER_HEAD_DIM on (0.79 to 0.94 of SDPA's time) and,
-# causal, up to HOPPER_CAUSAL_HEAD_DIM (0.77 to 0.89 at 160 and 192). Others were not timed since.
+# But flash goes first where both passes have the Hopper kernels: from HOPPER_HEAD_DIM on (0.79 to 0.94 of SDPA's
+# time) and, causal, up to HOPPER_CAUSAL_HEAD_DIM (0.77 to 0.89 at 160 and 192). Others were not timed since.
 HOPPER_HEAD_DIM, HOPPER_CAUSAL_HEAD_DIM = 224, 192
 
 
@@ -177,7 +177,7 @@ def resolve_attention(
 
     Args:
         name: a key of `ATTENTION`, or "auto": flash on CUDA if it can serve the request, else torch's SDPA, else the
-            first backend that can; above head_dim 128 SDPA goes first, but where our Hopper kernels are faster.
+            first backend that can; above head_dim 128 SDPA goes first, except where our Hopper kernels are faster.
             Packed documents on CUDA: flash, else naive.
         device, dtype, head_dim: of the q, k and v that will be passed.
         tier: which of flash's kernels may run: "triton", "hopper", or "auto" for the fastest that can.

@@ -79,7 +79,7 @@ def banner(plan: Plan) -> Rows:
 
 
 def unsaved(config: Config) -> str:
-    """What to say of a run that is lost with a rank: in parts, and with no checkpoint before its end."""
+    """The warning for a run that a lost rank would end: in parts, and with no checkpoint before its end."""
     trainer = config.trainer
     intervals = trainer.save_every, trainer.eval_every * trainer.keep_best
     saves = any(0 < steps < trainer.steps for steps in intervals)

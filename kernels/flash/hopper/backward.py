@@ -71,7 +71,7 @@ def choose_dq_delay(
 
 
 def choose_columns(head_dim: int, drops: bool) -> int:
-    """The columns that are multiplied, of a tile's. With dropout 32 of 64 would spill 8 B without a mask."""
+    """How many of a tile's columns are multiplied. With dropout, 32 of 64 would spill 8 B without a mask."""
     return tile_width(head_dim) if drops and head_dim <= 64 else multiplied(head_dim)
 
 

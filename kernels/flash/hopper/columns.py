@@ -1,10 +1,10 @@
 """Which columns of a tile are multiplied, and results that have head_dim columns.
 
-Tiles have 64, 128 or 256 columns (`tile_width`), for Gluon's shapes are powers of two; TMA fills them up with zeros.
+Tiles have 64, 128 or 256 columns (`tile_width`), as Gluon's shapes are powers of two; TMA fills them up with zeros.
 If at least half of the second half is zeros, only the columns there that head_dim needs are multiplied, up to the
 next power of two: at 32 and below, 32 in place of 64; at 96, 64 + 32 in place of 128; at 160, 128 + 32 in place of
-256. So what sums over columns is issued as one product or two, and out, dK, dV and above head_dim 128 dQ are a tuple
-of one tensor or two. dQ up to 128 stays whole (dq.py): its tile is split between two warpgroups.
+256. So a sum over columns is issued as one product or two, and out, dK, dV and, above head_dim 128, dQ are tuples of
+one tensor or two. dQ up to 128 stays whole (dq.py): its tile is split between two warpgroups.
 """
 
 import triton
@@ -30,8 +30,8 @@ def first_of(head_dim):
 
 
 def multiplied(head_dim: int) -> int:
-    """How many of a tile's columns are multiplied. `first_of` and `rest_of` take it for head_dim, and it is the same
-    for all head_dims that share a compiled kernel."""
+    """How many of a tile's columns are multiplied. `first_of` and `rest_of` accept it as head_dim, and it is the
+    same for all head_dims that share a compiled kernel."""
     return first_of(head_dim) + rest_of(head_dim)
 
 

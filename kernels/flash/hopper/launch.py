@@ -246,7 +246,7 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
     if bounded and width == 128:
         # Fewer blocks of dQ's sum at a time. A quarter: windows of 1024 at 4096 tokens take 0.79 of the time of all.
-        # Half: at 1024 tokens 0.96, at 2048 as a quarter; documents of 1024 0.88 (kernels/log/hopper_masks.md).
+        # Half: 0.96 at 1024 tokens, at 2048 as with a quarter; documents of 1024 0.88 (kernels/log/hopper_masks.md).
         of_long_windows = tensors.document_starts is None and q_len > 2048
         heads_per_group = max(1, heads_per_group // (4 if of_long_windows else 2))
     tail_head, plain = None, not (bounded or listed or drop or padded)

@@ -9,7 +9,7 @@ two consumer warpgroups by queries, dK and dV by dimensions: each multiplies all
 shared memory. P's product runs under the arithmetic of dS, dP's under the exponentials.
 
 Up to head_dim 192 not all of a tile's columns are multiplied (columns.py). The first warpgroup then has the first 128
-of dK and the rest of dV, the second the others, so that both have as many.
+of dK and the rest of dV, the second the others, so that both have equally many.
 
 Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention. With grouped heads, every query
 head has its own dK and dV.
@@ -145,7 +145,7 @@ def load_queries(
 
 @gluon.constexpr_function
 def half_of_dv(which, head_dim):
-    """The half of dV's columns that a warpgroup has; of dK it has `which`."""
+    """Which half of dV's columns a warpgroup has; of dK's it has half `which`."""
     return 1 - which if rest_of(head_dim) else which
 
 
