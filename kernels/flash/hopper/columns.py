@@ -59,7 +59,7 @@ def rows_layout(columns):
 
 @gluon.jit
 def columns_of(tile, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """So many columns of a tile (rows, width), from FIRST on."""
+    """COLUMNS columns of a tile (rows, width), from FIRST on."""
     if tile.shape[1] > COLUMNS:
         tile = tile.slice(FIRST, COLUMNS, dim=1)
     return tile
@@ -113,7 +113,7 @@ def wait_for_sums(issued):
 
 @gluon.jit
 def wait_keeping(issued, kept, OUTSTANDING: gl.constexpr):
-    """The sums and `kept`, after a wait for all but so many products. kept: tensors that stay live until then."""
+    """The sums and `kept`, after a wait for all but OUTSTANDING products. kept: tensors that stay live until then."""
     ready = warpgroup_mma_wait(OUTSTANDING, issued + kept)
     return ready[: len(issued)], ready[len(issued) :]
 
