@@ -25,7 +25,7 @@ from reproduce.comparison.runs import differing_settings, find_runs
 from reproduce.comparison.table import HEADER, table, text, warnings
 from reproduce.plots import colour
 from tests.conftest import ROOT, rows, text_data
-from tests.reproduce.pages import colours_of, media
+from tests.reproduce.pages import assert_fits
 from tests.wandb_stub import WandbStub
 from training.config import AttentionConfig, Config, LoggerConfig, ModelConfig, TrainerConfig, WandbMode
 from training.trainer import train
@@ -201,13 +201,7 @@ def test_step_time_is_split_by_phase_in_the_table_and_in_a_bar_per_run(sweep):
 
 def test_the_page_fits_a_phone_and_a_dark_screen_and_tells_what_is_pointed_at(sweep):
     content = page(find_runs([str(sweep)]))
-    assert 'content="width=device-width, initial-scale=1"' in content
-    phone = media(content, "max-width: 720px")
-    # A row is a block, whose cells name their column.
-    assert "table, tbody, tr, td { display: block; }" in phone
-    assert "td::before { content: attr(data-label)" in phone
-    assert set(HEADER) <= set(re.findall(r'<td data-label="([^"]*)"', content))
-    assert colours_of(content) == colours_of(media(content, "prefers-color-scheme: dark")) != set()
+    assert_fits(content, 720, HEADER)
     assert re.search(r"svg\.onpointermove = \(event\) => point\(", content)
     assert 'tip.className = "tip"' in content
     assert ".tip {" in content

@@ -18,7 +18,7 @@ from reproduce.report import COLUMNS, Figure, Judged, Page, first_rows, in_words
 from reproduce.report_html import MARKS, as_html
 from reproduce.results import VERSION, host_load, slug
 from tests.processes import in_three
-from tests.reproduce.pages import colours_of, media
+from tests.reproduce.pages import assert_fits, media
 
 ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA Test 3000"
@@ -690,13 +690,7 @@ def test_the_page_filters_by_state_and_fits_a_phone_and_a_dark_screen():
     assert "button.onclick" in html
     assert "claim.hidden = on && claim.dataset.state !== button.dataset.state" in html
     assert "details > summary:hover {" in html
-    assert 'content="width=device-width, initial-scale=1"' in html
-    phone = media(html, "max-width: 700px")
-    # A row is a block, whose cells name their column.
-    assert "table, tbody, tr, td { display: block; }" in phone
-    assert "content: attr(data-label)" in phone
-    assert set(COLUMNS) <= set(re.findall(r'<td data-label="([^"]*)"', html))
-    assert colours_of(html) == colours_of(media(html, "prefers-color-scheme: dark")) != set()
+    assert_fits(html, 700, COLUMNS)
     assert "figure svg { filter: invert" in media(html, "prefers-color-scheme: dark")
 
 

@@ -37,8 +37,15 @@ def train_on(
     ranks: int, runs: list[list[str]], folder: Path, environment: dict[str, str], device: str = "cpu"
 ) -> subprocess.CompletedProcess:
     """Train with each of these lists of settings, on so many ranks (gloo on a CPU, NCCL on GPUs), in `folder`."""
+    return done_on(ranks, [__file__, json.dumps(runs), device], folder, environment)
+
+
+def done_on(
+    ranks: int, script: list[str], folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess:
+    """A script with its arguments, run to its end on so many ranks, in `folder`; it has to succeed."""
     done = subprocess.run(
-        torchrun(ranks, __file__, json.dumps(runs), device),
+        torchrun(ranks, *script),
         capture_output=True,
         text=True,
         timeout=300,

@@ -12,7 +12,7 @@ import pytest
 
 import train
 from tests.conftest import measured
-from tests.training.ranks import ROOT, logged, processes, started_on, torchrun, wait_until, with_root
+from tests.training.ranks import ROOT, done_on, logged, processes, started_on, torchrun, wait_until, with_root
 from training.checkpoint import saved
 from training.parallel import watch
 
@@ -174,15 +174,7 @@ def check_the_last_is_named(
 ) -> None:
     """runs: name -> settings. late: what of the last rank is, its host or its device."""
     (folder / "late.py").write_text(LATE)
-    done = subprocess.run(
-        torchrun(ranks, "late.py", device, late, json.dumps(runs)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=folder,
-        env=with_root(environment),
-    )
-    assert done.returncode == 0, done.stderr
+    done = done_on(ranks, ["late.py", device, late, json.dumps(runs)], folder, environment)
     last = ranks - 1
     for name in runs:
         slowest, ratios = (

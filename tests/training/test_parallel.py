@@ -3,7 +3,6 @@
 import json
 import re
 import resource
-import subprocess
 from functools import partial
 from itertools import groupby
 
@@ -22,7 +21,7 @@ from model.gpt import GPT
 from model.huggingface import from_huggingface
 from tests.conftest import losses, rows
 from tests.model.test_fused import LAYERS
-from tests.training.ranks import run, started_on, torchrun, train_on, with_root
+from tests.training.ranks import done_on, run, started_on, train_on
 from training.checkpoint import find, load_weights
 from training.command_line import composed
 from training.cuda_graphs import Local
@@ -236,15 +235,7 @@ with world("cpu") as ranks:
 def test_steps_go_on_while_parts_are_written_as_they_were(user_environment, tiny, tmp_path):
     settings = [*tiny, "trainer.save_every=4", "trainer.keep_checkpoints=3", "parallel.shard=full"]
     (tmp_path / "waits.py").write_text(WAITS)
-    done = subprocess.run(
-        torchrun(2, "waits.py", "late", *settings),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=with_root(user_environment),
-    )
-    assert done.returncode == 0, done.stderr
+    done = done_on(2, ["waits.py", "late", *settings], tmp_path, user_environment)
     named = dict(re.findall(r"^step (\d+) gets its name after row (\d+)$", done.stdout, re.MULTILINE))
     assert named.keys() == {"4", "8", "12"}
     assert int(named["4"]) >= 6

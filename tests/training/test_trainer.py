@@ -9,7 +9,6 @@ import pickle
 import re
 import select
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -26,7 +25,7 @@ from kernels import AttentionError
 from reproduce.comparison import compare
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, having, killed, steps_saved
-from tests.training.ranks import torchrun, with_root
+from tests.training.ranks import done_on
 from training import checkpoint
 from training.config import AttentionConfig, ConfigError
 from training.console import Progress
@@ -262,15 +261,7 @@ with world("cpu") as ranks:
 def test_all_ranks_stop_at_the_same_step_for_the_same_reason(config, tmp_path, user_environment):
     config = having(config, steps=50)
     (tmp_path / "ranks.py").write_text(RANKS)
-    done = subprocess.run(
-        torchrun(2, "ranks.py", pickle.dumps(config).hex()),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=with_root(user_environment),
-    )
-    assert done.returncode == 0, done.stderr
+    done_on(2, ["ranks.py", pickle.dumps(config).hex()], tmp_path, user_environment)
     ends = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
     assert ends[0] == ends[1]
     diverged, *stopped = ends[0]
