@@ -31,10 +31,10 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 # not causal) it has three consumers at head_dim 64. Short ones: at head_dim 64, TMA stores out up to 256, not at 512;
 # at head_dim 128, the exponentials change places above 512.
 LENGTHS = (256, 512, 1024, 2048, 16384)
-# Head_dims whose tiles are filled up with zeros (columns.py), by width: one feature at a time. Odd multiples of 8,
-# where offsets need the most care: none, and one length.
-FILLED = {64: (32,), 128: (96,), 256: (160, 192)}
-ODD, OF_ODD = {128: (72,), 256: (136, 200)}, 512
+# Head_dims whose tiles are filled up with zeros (columns.py), by width: with one feature at a time. MORE: without any,
+# at one length; 72, 136 and 200 are odd multiples of 8, where offsets need the most care.
+FILLED = {64: (32,), 128: (96,), 256: (160,)}
+MORE, OF_MORE = {128: (72,), 256: (136, 192, 200)}, 512
 GELU = ("gelu_product", "gelu_product_backward")
 FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # also in kernels/history
 CUDA = torch.device("cuda")
@@ -113,8 +113,8 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
                 ]
     plain = [job for job in jobs if not job.feature]
     grouped = [replace(job, feature="gqa") for job in plain if job.kernel == "hopper_forward"]
-    odd = [job for job in plain if job.length == OF_ODD]
-    return jobs + grouped + [replace(job, head_dim=each) for job in odd for each in ODD.get(head_dim, ())]
+    more = [job for job in plain if job.length == OF_MORE]
+    return jobs + grouped + [replace(job, head_dim=each) for job in more for each in MORE.get(head_dim, ())]
 
 
 Form = frozenset[tuple[str, str]]
