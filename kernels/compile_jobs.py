@@ -31,7 +31,7 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 # not causal) it has three consumers at head_dim 64. Short ones: at head_dim 64, TMA stores out up to 256, not at 512;
 # at head_dim 128, the exponentials change places above 512.
 LENGTHS = (256, 512, 1024, 2048, 16384)
-# Head_dims whose tiles are filled up with zeros (columns.py), by width: with one feature at a time. MORE: without any,
+# Head_dims whose tiles are filled up with zeros (columns.py), by width: with one feature at a time. MORE: without,
 # at one length; 72, 136 and 200 are odd multiples of 8, where offsets need the most care.
 FILLED = {64: (32,), 128: (96,), 256: (160,)}
 MORE, OF_MORE = {128: (72,), 256: (136, 192, 200)}, 512
