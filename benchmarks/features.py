@@ -54,10 +54,8 @@ REPEATABLE = (FLEX, DETERMINISTIC)  # others whose gradients are the same in eve
 NAMES = {"softcap": "softcap", "alibi_slopes": "ALiBi", "sinks": "sinks", "dropout_p": "dropout"}
 NAMES |= {PADDING: "key padding", WINDOW: f"window of {WIDTH} over twice as many keys"}
 NAMES |= {HEAD_DIM: "another head_dim", PRECISE: "precise_delta"}
-SHORT = {
-    HEAD_DIM: "",
-    WINDOW: "window over twice as many keys, ",
-}  # of pictures, whose titles have half a line
+# Of pictures, whose titles have half a line.
+SHORT = {HEAD_DIM: "", WINDOW: "window over 2x keys, "}
 SELECTION = ("features", "other_head_dims")
 NEEDED = ("features", "lengths", "head_dims", "other_head_dims")
 
@@ -115,10 +113,7 @@ def run(options: Options) -> None:
 
 def checked(workload: Workload, settings: Settings, on_gpu: bool) -> Workload:
     """What is checked of a workload: on a GPU so much that `auto` takes the kernels that it takes when timed."""
-    many = workload.feature in (
-        PADDING,
-        HEAD_DIM,
-    )  # with these it asks for longer rows, and twice as many tiles
+    many = workload.feature in (PADDING, HEAD_DIM)  # for these it asks for longer rows, and more tiles
     length = settings.check_length * (2 if many else 1)
     heads = -(-(2**16 if many else 2**15) // length) if on_gpu else 2
     return replace(workload, batch=2, heads=heads, length=length)

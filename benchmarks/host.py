@@ -51,14 +51,9 @@ class Settings:
 
 
 TINY = Settings(
-    dtype="float16",
-    backends=("flash", "sdpa"),
-    shape=(1, 1, 16, 32),
-    layers=2,
-    calls=1,
-    processes=1,
+    dtype="float16", backends=("flash", "sdpa"), shape=(1, 1, 16, 32), layers=2, calls=1, processes=1,
     rounds=1,
-)
+)  # fmt: skip
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
