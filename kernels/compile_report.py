@@ -291,7 +291,8 @@ def _descriptor(name: str, job: Job) -> str:
     """The type of a TMA descriptor: its block, and the block's layout in shared memory."""
     block: tuple[int, ...]
     if name == "dq_sum_desc":
-        block, dtype = dq.SUM_BLOCK.value, torch.float32
+        drops = "dropout_p" in job.feature.split()
+        block, dtype = dq.sum_block(backward.choose_columns(job.head_dim, drops)), torch.float32
     elif job.kernel in GELU:
         place = FUNCTIONS[job.kernel].arg_names.index(name)
         block, dtype = gelu_product.blocks_of(_gelu_spec(job))[place], torch.bfloat16

@@ -178,7 +178,7 @@ def consume(
             )  # fmt: skip
         tiles_before += item.steps
         if DQ_DELAY:
-            finish_dq(shared, tiles_before - 1, WHICH)
+            finish_dq(shared, tiles_before - 1, WHICH, COLUMNS)
         if WIDTH == 64:
             arrive(shared.kv_empty)
         # Recomputed: kept live through the loop it would take registers.
@@ -325,7 +325,7 @@ def process_query_tile(
     else:
         sync_consumers()
     keys = shared.k_tiles.index(opaque_zero).reshape([KEYS, WIDTH])
-    dq = multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH)
+    dq = multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH, COLUMNS)
     rounded_ds = gl.convert_layout(ds, operand)
     dk = multiply_into(rounded_ds, q, dk, COLUMNS)
     # The register A operands stay live until they have been read: ptxas before 13.3 reuses their registers at once.
@@ -418,8 +418,12 @@ def hopper_backward_kernel(
             )),
             (load_tiles, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, BLOCK_M, CAUSAL)),
             (load_row_statistics, (Lse, Delta, shared, sizes, CAUSAL, DROP, SOFTCAP)),
-            (reduce_dq, (dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0))),
-            (reduce_dq, (dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1))),
+            (reduce_dq, (
+                dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0), COLUMNS
+            )),
+            (reduce_dq, (
+                dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(1), COLUMNS
+            )),
         ],
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],

@@ -4,7 +4,7 @@ Tiles have 64, 128 or 256 columns (`tile_width`), as Gluon's shapes are powers o
 If at least half of the second half is zeros, only the columns there that head_dim needs are multiplied, up to the
 next power of two: at 32 and below, 32 in place of 64; at 96, 64 + 32 in place of 128; at 160, 128 + 32 in place of
 256. So a sum over columns is issued as one product or two, and out, dK, dV and, above head_dim 128, dQ are tuples of
-one tensor or two. dQ up to 128 stays whole (dq.py): its tile is split between two warpgroups.
+one tensor or two. Up to 128, each of two warpgroups has a part of a dQ tile (dq.py).
 """
 
 import triton

@@ -30,12 +30,29 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .backward_schedule import HALF, KEYS, STAGES, block_at, decode_work_item
 from .block_masks import LISTS, list_of
 from .bounds import first_keys
+from .columns import accumulator_layout, columns_of
 from .pipeline import arrive
 from .primitives import await_previous, tma_add, tma_store
 from .scheduler import CLAIM_STAGES, read_claim
 
 # One warpgroup's half of a dQ tile, in the shape in which TMA adds it to the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
+
+
+@gluon.constexpr_function
+def columns_of_half(columns, half):
+    """Columns of a warpgroup's half of a dQ tile: half of its queries with all columns or, if it has 64 queries, all
+    of them with the first 64 columns or the others."""
+    return columns if columns <= HALF.value else (HALF.value, columns - HALF.value)[half]
+
+
+@gluon.constexpr_function
+def sum_block(columns):
+    """What TMA moves at a time: the smaller half."""
+    return min(columns_of_half(columns, half) for half in (0, 1)) * SUM_BLOCK.value[
+        0
+    ] // HALF.value, SUM_BLOCK.value[1]
+
 
 # Spin until the counter reaches the turn. The acquire makes all earlier additions visible.
 ACQUIRE = gl.constexpr("""{
@@ -59,49 +76,56 @@ RELEASE = gl.constexpr("""{
 
 
 @gluon.jit
-def multiply_dq(ds_tile, keys, WHICH: gl.constexpr):
-    """Issue the product of a (HALF, HALF) part of a dQ tile: half of its queries or, if it has 64, of its dims."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+def multiply_dq(ds_tile, keys, WHICH: gl.constexpr, COLUMNS: gl.constexpr):
+    """Issue the product of a warpgroup's half of a dQ tile, (HALF, `columns_of_half`)."""
+    OWN: gl.constexpr = columns_of_half(COLUMNS, WHICH)
     if ds_tile.shape[1] > HALF:
         ds_tile = ds_tile.slice(WHICH * HALF, HALF, dim=1)
+        keys = columns_of(keys, 0, OWN)
     else:
-        keys = keys.slice(WHICH * HALF, HALF, dim=1)
-    zeros = gl.zeros([HALF, HALF], gl.float32, layout)
+        keys = keys.slice(WHICH * HALF, OWN, dim=1)
+    zeros = gl.zeros([HALF, OWN], gl.float32, accumulator_layout(OWN))
     return warpgroup_mma(ds_tile.permute((1, 0)), keys, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def stage_dq(dq, dqs, tile, pred=True):
     """Store half of a dQ tile to shared memory and signal the warp that adds it, unless pred is False."""
-    dqs.tiles.index(tile).store(to_thread_order(dq))
+    ROWS: gl.constexpr = dq.shape[1] * SUM_BLOCK[0] // HALF
+    staged = dqs.tiles.index(tile)
+    if SUM_BLOCK[0] > ROWS:
+        staged = staged.slice(0, ROWS)
+    staged.store(to_thread_order(dq))
     fence_async_shared()
     gl.barrier()
     arrive(dqs.full.index(tile), pred)
 
 
 @gluon.jit
-def finish_dq(shared, tile, WHICH: gl.constexpr):
+def finish_dq(shared, tile, WHICH: gl.constexpr, COLUMNS: gl.constexpr):
     """If DQ_DELAY: half of the last dQ tile, which no further step multiplies."""
     dq_stage = tile % STAGES
     dq_phase = tile // STAGES & 1
     # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers here too.
     keys = shared.k_tiles.index(tile >> 30).reshape([KEYS, shared.k_tiles.shape[4]])
     mbarrier.wait(shared.ds.full[1 - WHICH].index(dq_stage), dq_phase)
-    dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH)])
+    dq = warpgroup_mma_wait(0, [multiply_dq(shared.ds.tiles.index(dq_stage), keys, WHICH, COLUMNS)])
     mbarrier.wait(shared.dqs.empty.index(dq_stage), dq_phase ^ 1)
     stage_dq(dq, shared.dqs, 2 * dq_stage + WHICH)
 
 
 @gluon.jit
 def to_thread_order(dq):
-    """Permute dQ (HALF, HALF) to SUM_BLOCK: four elements of a thread, then four of the next thread, and so on.
+    """Permute dQ (HALF, columns) to rows of a SUM_BLOCK: four elements of a thread, then four of the next thread, and
+    so on.
 
     Threads thus store adjacent 16-byte vectors; row-major stores had bank conflicts. `round_kernel` undoes the
-    permutation.
+    permutation, in which fewer columns are the first rows.
     """
-    # (warp, row / 8 % 2, row % 8, column / 8, thread within a row, column % 2): a thread holds 2 x 8 x 2 of them
-    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return parts.reshape([SUM_BLOCK[0], SUM_BLOCK[1]])
+    # (warp, row / 8 % 2, row % 8, column / 8, thread within a row, column % 2): a thread holds 2 x EIGHTS x 2 of them
+    EIGHTS: gl.constexpr = dq.shape[1] // 8
+    parts = dq.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return parts.reshape([EIGHTS * 2, SUM_BLOCK[1]])
 
 
 @gluon.jit
@@ -115,9 +139,25 @@ def release_turn(Counter, next_turn):
 
 
 @gluon.jit
+def add_half(dq_sum_desc, block, staged, first, turn, exists, COLUMNS: gl.constexpr):
+    """Add half of a dQ tile of so many columns to its place in the sum; if the sum begins with it, store it."""
+    ROWS: gl.constexpr = dq_sum_desc.block_type.shape[0]
+    for piece in gl.static_range(COLUMNS * SUM_BLOCK[0] // HALF // ROWS):
+        coordinates = [block * SUM_BLOCK[0] + piece * ROWS, 0]
+        part = staged
+        if SUM_BLOCK[0] > ROWS:
+            part = staged.slice(piece * ROWS, ROWS)
+        if exists:
+            if turn == first:
+                tma_store(dq_sum_desc, coordinates, part)
+            else:
+                tma_add(dq_sum_desc, coordinates, part)
+
+
+@gluon.jit
 def reduce_dq(
     dq_sum_desc, Turns, dqs, claims, sizes,
-    BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WHICH: gl.constexpr,
+    BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, WHICH: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """One of the two accumulating warps: add every other dQ tile, those of parity WHICH, each in its turn."""
     await_previous()  # delta_kernel, which sets the turns
@@ -138,12 +178,10 @@ def reduce_dq(
             for half in gl.static_range(2):
                 tile = 2 * WHICH + half
                 mbarrier.wait(dqs.full.index(tile), (tiles_before + step) >> 1 & 1)
-                coordinates = [(2 * flat_block + half) * SUM_BLOCK[0], 0]
-                if exists:
-                    if turn == first:
-                        tma_store(dq_sum_desc, coordinates, dqs.tiles.index(tile))
-                    else:
-                        tma_add(dq_sum_desc, coordinates, dqs.tiles.index(tile))
+                add_half(
+                    dq_sum_desc, 2 * flat_block + half, dqs.tiles.index(tile), first, turn, exists,
+                    columns_of_half(COLUMNS, half),
+                )  # fmt: skip
             tma.store_wait(0)
             mbarrier.arrive(dqs.empty.index(WHICH))
             if exists:

@@ -12,7 +12,7 @@ from ..masks import ANY, list_strides
 from .backward import choose_columns, choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
 from .descriptors import Descriptor, fits_tma, rows_of, tile_width
-from .dq import SUM_BLOCK, delta_kernel, round_kernel
+from .dq import SUM_BLOCK, delta_kernel, round_kernel, sum_block
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS
@@ -211,7 +211,7 @@ def backward(
         ("hopper backward", q.dtype, *key),
         lambda: _prepare_backward(q, k, tensors, options),
         (q, k, v, d_out, *of_heads, dq_sum),
-        _describe_backward,
+        functools.partial(_describe_backward, choose_columns(head_dim, tensors.seed is not None)),
     )
     if lengths is not None:
         strides = [x.stride() for x in of_heads]
@@ -364,12 +364,12 @@ def _add_up_groups(totals: tuple[Tensor, Tensor], of_heads: tuple[Tensor, Tensor
 
 
 def _describe_backward(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, dk: Tensor, dv: Tensor, dq_sum: Tensor
+    columns: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, dk: Tensor, dv: Tensor, dq_sum: Tensor
 ) -> tuple[Descriptor, ...]:
     block_m = BLOCK_M[tile_width(q.shape[3])]
     return (
         rows_of(q, block_m), rows_of(k, KEYS.value), rows_of(v, KEYS.value), rows_of(d_out, block_m),
-        rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, SUM_BLOCK.value),
+        rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, sum_block(columns)),
     )  # fmt: skip
 
 
