@@ -60,6 +60,7 @@ def begin(run_dir: Path, step: int, training: dict[str, Any], weights: dict | No
         if weights is not None:
             files.append(folder / WEIGHTS)
             save_file(weights, files[1])
+            shutil.copymode(files[0], files[1])  # safetensors 0.8 lets the owner alone read
         flush_to_disk(files)
 
 
