@@ -33,7 +33,7 @@ from data import DataError
 from data.files import flush_to_disk
 
 from .config import ConfigError
-from .files import REMEDY, write_whole
+from .files import REMEDY, readable_as, write_whole
 from .parallel import parts
 
 FOLDER = "checkpoints"
@@ -60,6 +60,7 @@ def begin(run_dir: Path, step: int, training: dict[str, Any], weights: dict | No
         if weights is not None:
             files.append(folder / WEIGHTS)
             save_file(weights, files[1])
+            readable_as(files[0], files[1])
         flush_to_disk(files)
 
 

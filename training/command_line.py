@@ -292,12 +292,16 @@ def _check_directory(options: Namespace) -> None:
 
 
 def _check_groups(overrides: list[str]) -> None:
-    """Exit if a group is given a list, of which Hydra would take the last."""
+    """Exit if a group is given a list, of which Hydra would take the last, or what is no option's name to Hydra."""
     for word in overrides:
         group, _, option = word.partition("=")
-        if (CONFIGS / group).is_dir() and re.fullmatch(r"\[.*\]", option):
-            several = f"several values need -m: -m {group}={option.strip('[]')}"
-            sys.exit(f"error: {word}: {group} must be one of {', '.join(options_of(group))}; {several}")
+        if not (CONFIGS / group).is_dir():
+            continue
+        wrong = f"error: {word}: {group} must be one of {', '.join(options_of(group))}"
+        if re.fullmatch(r"\[.*\]", option):
+            sys.exit(f"{wrong}; several values need -m: -m {group}={option.strip('[]')}")
+        if option.lower() in ("null", "true", "false"):
+            sys.exit(f"{wrong}, or left out")
 
 
 def _run_name(*parts: str) -> str:

@@ -255,6 +255,11 @@ class TrainerConfig:
                 raise ConfigError(
                     f"trainer.{name} is {getattr(self, name)}; it must be finite, and 0 or more."
                 )
+        if str(self.resume).lower() in ("true", "false"):
+            raise ConfigError(
+                f"trainer.resume={str(self.resume).lower()}: it must be a run directory, or auto, which resumes the "
+                "run in hydra.run.dir if there is one; leave it out for a new run."
+            )
         for name in ("resume", "init_from"):
             if getattr(self, name) == "":  # from an unset shell variable
                 raise ConfigError(f"trainer.{name} is empty: name a run directory, or leave it out.")

@@ -17,6 +17,7 @@ import training.installed  # noqa: F401  (ends with one line if a package is mis
 from data.tokenizer import END_OF_TEXT
 
 from .config import ConfigError, one_line_errors
+from .files import readable_as
 from .gguf_file import check_gguf, merges_of, write_gguf
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def export(run: Path, folder: Path, tokenizer_name: str | None = None, gguf: boo
     theirs.generation_config = generation_of(encoding, model.config.seq_len)
     try:
         theirs.save_pretrained(folder)
+        readable_as(folder / "config.json", *folder.glob("*.safetensors"))
         tokenizer.save_pretrained(folder)
         if gguf:
             write_gguf(theirs, encoding, folder / "model.gguf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ def write_whole(path: Path, text: str) -> None:
         replace_file(path, text)
     except OSError as error:
         raise unwritable(path, error) from None
+
+
+def readable_as(other: Path, *paths: Path) -> None:
+    """Let those read `paths` who may read `other`: what safetensors 0.8 writes, the owner alone may read."""
+    for path in paths:
+        with suppress(OSError):  # a file system without modes
+            shutil.copymode(other, path)
 
 
 def write_json(path: Path, record: dict) -> None:

@@ -34,7 +34,7 @@ function ticks(low, high, count) {
 function range(values) {
   let low = Infinity, high = -Infinity;
   for (const each of values) { low = Math.min(low, each); high = Math.max(high, each); }
-  const room = 0.04 * (high - low) || 1e-6;
+  const room = 0.04 * (high - low) || 0.04 * Math.abs(high) || 1e-6; // all are equal: as far around that value
   return [low - room, high + room];
 }
 
@@ -63,7 +63,8 @@ function draw(figure, chart, whole) {
     if (s.dots) {
       for (const [x, y] of points) element("circle", { cx: across(x), cy: up(y), r: 3.5, style }, svg);
     } else {
-      const d = points.map(([x, y], i) => `${i ? "L" : "M"}${across(x).toFixed(1)} ${up(y).toFixed(1)}`).join("");
+      const d = points.map(([x, y], i) => `${i ? "L" : "M"}${across(x).toFixed(1)} ${up(y).toFixed(1)}`).join("")
+        + (points.length === 1 ? "m-5 0h10" : ""); // one point makes no line
       const dash = DASHES[runs[s.run].pattern % DASHES.length];
       element("path", { d, style, "stroke-width": s.run ? 1.5 : 2.6, "stroke-dasharray": dash }, svg);
     }

@@ -182,6 +182,8 @@ def notes(runs: list[Run]) -> list[str]:
             f"{seeds.PLUS_MINUS} is the standard deviation of the runs, or of their differences. Whether these are "
             "more than noise is told by the gap between seeds and the 95 % confidence interval of their mean."
         )
+    if seeds.is_sweep(runs) and any(len(group.pairs) > 1 for group in seeds.groups(runs)):
+        said.append("of several runs, the ratio of tokens/s is the geometric mean of their pairs' ratios.")
     if len({run.attention for run in runs}) > 1 and not seeds.is_sweep(runs):
         said.append(
             "whether a difference of losses is more than noise is not known: no two runs differ in their seed alone "

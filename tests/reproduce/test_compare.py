@@ -427,6 +427,7 @@ def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copie
     assert slow[5].startswith("no: ")
     assert fast[5].startswith("yes: 4.9 times the gap between seeds, 0.021")
     assert said.count("± is the standard deviation") == 1
+    assert said.count("the geometric mean of their pairs' ratios") == 1
     assert "±" not in told(*paths[::2])  # one seed
     content = page(runs)
     assert content.count("± is the standard deviation") == 1

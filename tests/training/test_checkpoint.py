@@ -186,6 +186,13 @@ def test_the_weights_of_a_model_are_read_by_safetensors_alone_with_tied_ones_onc
     assert all(torch.equal(weights[name], weight) for name, weight in model.named_parameters())
 
 
+def test_who_may_read_a_runs_files_may_read_its_weights(tmp_path):
+    saved = save(tmp_path, 5)
+    (tmp_path / "other").touch()
+    modes = [path.stat().st_mode for path in (tmp_path / "other", *saved.iterdir())]
+    assert modes == modes[:1] * 3
+
+
 def test_the_best_checkpoint_is_kept_and_found_through_its_link(tmp_path):
     assert checkpoint.best(tmp_path) is None
     link = tmp_path / "checkpoints" / "best"

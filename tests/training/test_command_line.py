@@ -73,7 +73,8 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials=3: this needs -m"),
         ("-m seed=1 -z=3", "-z=3: settings are written key=value"),
         ("=3", "=3: settings are written key=value"),
-        ("model=null", "Config group override must be a string or a list. Got NoneType"),
+        ("model=null", "model=null: model must be one of gpt2_large, "),
+        ("logger=False", "logger=False: logger must be one of none, tensorboard, wandb, or left out"),
         ("--resolve", "The --resolve flag can only be used in conjunction with --cfg or --help"),
         ("attention=[naive,sdpa]", "attention=[naive,sdpa]: attention must be one of auto, "),
         (
@@ -92,6 +93,7 @@ def never(_config: Config, _run_dir: Path) -> None:
         ("attention=[naive", "attention=[naive: Hydra cannot parse this; "),
         ("trainer.init_from=", "trainer.init_from is empty: name a run directory, or leave it out"),
         ("trainer.resume=", "trainer.resume is empty"),
+        ("trainer.resume=true", "trainer.resume=true: it must be a run directory, or auto"),
         ("hydra.run.dir=", "hydra.run.dir=: an empty value means the current directory"),
         ("seed=1,2 hydra.run.dir=x -m", "name the parent of them all with hydra.sweep.dir=x"),
         ("hydra.sweep.dir=x", "without -m, name the run directory with hydra.run.dir=..."),

@@ -99,6 +99,8 @@ def test_a_pipeline_continues_a_prompt_as_sample_py_does(config, exported, tmp_p
         assert len(set(expected.removeprefix(prompt))) > 5
     settings = json.loads((folder / "generation_config.json").read_text())
     assert (settings["temperature"], settings["top_k"], settings["do_sample"]) == (0.8, 50, True)
+    modes = {path.stat().st_mode for path in folder.iterdir()}
+    assert len(modes) == 1  # who may read the rest may read the weights
     assert exported(run, folder) == f"error: {folder} is not an empty folder: name a new one."
 
 
