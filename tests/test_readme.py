@@ -63,10 +63,10 @@ def numbers(cell: str) -> list[str]:
     return re.findall(r"[\d.]+", cell)
 
 
-def document(card: str, experiment: str, *, earlier: bool = False) -> dict:
-    """What was measured on the card; without it, no samples. earlier: the complete run beside a newer one."""
+def document(card: str, experiment: str) -> dict:
+    """What was measured on the card; without it, no samples."""
     paths = [CARDS[card] / f"{experiment}{state}.json" for state in (".partial", "")]
-    there = [path for path in paths if path.exists()][earlier:]
+    there = [path for path in paths if path.exists()]
     return json.loads(there[0].read_text()) if there else {"samples": []}
 
 
@@ -104,16 +104,11 @@ def speeds(results: dict) -> dict[tuple[str, str, str], dict]:
     return {group: found[group] for group in GROUPS.values() if group in found}
 
 
-@pytest.mark.parametrize(("card", "earlier"), [*((card, False) for card in CARDS), ("H200", True)])
-def test_training_table_shows_the_measured_tokens_per_second_and_mfu(card: str, earlier: bool) -> None:
-    """That of older code shows what today's was not timed with."""
-    results = document(card, "training", earlier=earlier)
+@pytest.mark.parametrize("card", CARDS)
+def test_training_table_shows_the_measured_tokens_per_second_and_mfu(card: str) -> None:
+    results = document(card, "training")
     samples = speeds(results)
-    if earlier:
-        samples = {
-            group: each for group, each in samples.items() if group not in speeds(document(card, "training"))
-        }
-    head, *rows = table(f"| {card}{', older code | ' if earlier else ' | small, '}") or [[]]
+    head, *rows = table(f"| {card} | small, ") or [[]]
     shown = [GROUPS[each] for each in head[1:]]
     assert set(shown) == samples.keys()
     timed_in = {each for group in shown for each in samples[group]["ms"]}

@@ -88,6 +88,7 @@ JOBS |= {
     "scaling_2": Job("two GPUs, whole and in parts", script("scaling.sh 2"), gpus=2, limit=720),
     "scaling_4": Job("four GPUs", script("scaling.sh 4"), gpus=4, limit=280),
     "scaling_8": Job("eight GPUs", script("scaling.sh 8"), gpus=8, limit=360),
+    "long_1": Job("one sequence of 256k tokens on one GPU", script("scaling.sh long_1"), limit=300),
     "long_2": Job("long sequences over two GPUs", script("scaling.sh long_2"), gpus=2, limit=560),
     "long_4": Job("long sequences over four GPUs", script("scaling.sh long_4"), gpus=4, limit=560),
     "long_8": Job("long sequences over eight GPUs", script("scaling.sh long_8"), gpus=8, limit=560),
@@ -225,7 +226,7 @@ TRAINING = (
     ("C11: GPT-2 small, eager as CUDA graphs", "parts=replayed --only model=gpt2_small"),
     ("C11: GPT-2 medium, eager as CUDA graphs", "parts=replayed --only model=gpt2_medium"),
 )
-STEP = "slice reproduce training ${NANOGPT:+nanogpt=$NANOGPT/model.py}"
+STEP = "slice reproduce training ${NANOGPT:+nanogpt=nanoGPT/model.py}"
 for number, (what, select) in enumerate(TRAINING, 1):
     JOBS[f"training_{number}"] = Job(what, measure(f"{STEP} --compilers 3 --select {select}"))
 # Where they do not fit beside each other, as in 80 GB, standard attention is left out; its memory then says why.

@@ -223,9 +223,10 @@ def merge_ring(documents: list[Document]) -> Document:
 
 
 def merge_scaling(files: list[Path], commit: str, into: Path) -> None:
-    """A document for each number of GPUs, with one GPU beside it. What several files measured is the first one's."""
+    """A document for each number of GPUs, with one GPU beside it; of one GPU if there is nothing else. What several
+    files measured is the first one's."""
     read = [json.loads(file.read_text()) for file in files]
-    for ranks in sorted({each["ranks"] for one in read for each in one["samples"]} - {1}):
+    for ranks in sorted({each["ranks"] for one in read for each in one["samples"]} - {1}) or [1]:
         samples, commands = {}, []
         for one in read:
             own = defaultdict(list)
@@ -242,7 +243,8 @@ def merge_scaling(files: list[Path], commit: str, into: Path) -> None:
             each for place in sorted(samples, key=lambda p: p[0]) for each in samples[place]
         ]
         print(scaling.table(document["samples"]))
-        save(into / f"{slug(environment['device_name'])}x{ranks}" / "scaling.json", document)
+        several = f"x{ranks}" if ranks > 1 else ""
+        save(into / f"{slug(environment['device_name'])}{several}" / "scaling.json", document)
 
 
 def merge_long_runs(folders: list[Path], commit: str, into: Path) -> None:

@@ -2,6 +2,7 @@
 # back every 20 s and at the end. A job that is queued again goes on.
 export TORCHINDUCTOR_COMPILE_THREADS=8
 mkdir -p "$JOB_OUT/results" out
+if [ -n "${NANOGPT:-}" ]; then ln -sfn "$NANOGPT" nanoGPT; fi # so that results name no path of this machine
 cp -r "$JOB_OUT/results/." out/
 copy() { (cd out && find . -name '*.json' -exec cp --parents {} "$JOB_OUT/results/" \;); }
 (while sleep 20; do copy; done) &

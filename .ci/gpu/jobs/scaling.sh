@@ -1,4 +1,4 @@
-# scaling.sh 1|2|4|8|long_2|long_4|long_8|whole_4|whole_8: `python -m benchmarks scaling`, a file for each launch; merge.py joins them.
+# scaling.sh 1|2|4|8|long_1|long_2|long_4|long_8|whole_4|whole_8: `python -m benchmarks scaling`, a file for each launch; merge.py joins them.
 # As many steps of a model everywhere: losses then compare.
 source .ci/gpu/jobs/end.sh
 scale() { # a name, then the command's own
@@ -32,6 +32,7 @@ case $1 in
   scale 7b --gpus 8 --models 7b --layouts "full, blocks again" --steps 5 --minutes 2 ;;
 whole_*) # two minutes were not enough to compile it on four
   scale whole --gpus ${1#whole_} --models xl --layouts "whole, CUDA graphs" --steps 5 --minutes 4.5 ;;
+long_1) scale long --gpus 1 --models 256k --steps 6 --minutes 4.5 ;;
 long_2) scale long --gpus 2 --models 32k 64k 128k --steps 6 --minutes 8 ;;
 long_4 | long_8)
   layouts=("context, keys gathered, CUDA graphs" context "context, keys gathered" "context, CUDA graphs")
