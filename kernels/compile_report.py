@@ -251,7 +251,8 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
         absent["Sinks"] = None
     if "alibi_slopes" not in words:
         absent["Slopes"] = None
-    drop = drop_of(0.1 if "dropout_p" in words else 0.0)
+    dropout_p = 0.1 if "dropout_p" in words else 0.0
+    drop = drop_of(dropout_p)
     if drop is None:
         absent["Seed"] = None
     softcap = 30.0 if "softcap" in words else 0.0
@@ -275,7 +276,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     if not job.causal or bounded or listed or drop or padded:
         absent["tail_head"] = None
     rules |= {
-        "COLUMNS": backward.choose_columns(job.head_dim, drop is not None),
+        "COLUMNS": backward.choose_columns(job.head_dim, dropout_p),
         "DQ_DELAY": dq_delay,
         "BOUNDED": bounded,
     }
@@ -291,8 +292,7 @@ def _descriptor(name: str, job: Job) -> str:
     """The type of a TMA descriptor: its block, and the block's layout in shared memory."""
     block: tuple[int, ...]
     if name == "dq_sum_desc":
-        drops = "dropout_p" in job.feature.split()
-        block, dtype = dq.sum_block(backward.choose_columns(job.head_dim, drops)), torch.float32
+        block, dtype = dq.sum_block(_hopper_constants(job)["COLUMNS"]), torch.float32
     elif job.kernel in GELU:
         place = FUNCTIONS[job.kernel].arg_names.index(name)
         block, dtype = gelu_product.blocks_of(_gelu_spec(job))[place], torch.bfloat16

@@ -201,6 +201,11 @@ def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, 
     check("backward", machine, 300, 300, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
 
 
+def test_backward_with_dropout_that_rounds_to_none(machine) -> None:
+    """The form without dropout, in which fewer columns are multiplied, though there is a seed."""
+    check("backward", machine, 172, 130, 32, True, dropout_p=1e-6, dropout_seed=3)
+
+
 @pytest.mark.one_in(5)
 @CAUSAL
 @ONE_QUICK_HEAD_DIM

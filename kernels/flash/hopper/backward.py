@@ -16,6 +16,7 @@ Everything else is left to the portable kernels (portable/). With grouped heads,
 items, and its own dK and dV.
 """
 
+import functools
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -44,7 +45,7 @@ from .columns import (
 )
 from .descriptors import tile_width
 from .dq import SUM_BLOCK, finish_dq, multiply_dq, reduce_dq, stage_dq
-from .dropout import Draw, negate, pack_positive
+from .dropout import Draw, drop_of, negate, pack_positive
 from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
 from .padding import clear_padding, padded_bias
 from .pipeline import LOG2_E, Ring, arrive, make_barriers, make_ring, opaque, sync_consumers
@@ -70,9 +71,10 @@ def choose_dq_delay(
     return int(row_blocks // (2 if causal else 1) >= DELAY_FROM[width])
 
 
-def choose_columns(head_dim: int, drops: bool) -> int:
+@functools.cache  # 12 us
+def choose_columns(head_dim: int, dropout_p: float) -> int:
     """How many of a tile's columns are multiplied. With dropout, 32 of 64 would spill 8 B without a mask."""
-    return tile_width(head_dim) if drops and head_dim <= 64 else multiplied(head_dim)
+    return tile_width(head_dim) if drop_of(dropout_p) and head_dim <= 64 else multiplied(head_dim)
 
 
 class Shared(NamedTuple):
@@ -384,11 +386,12 @@ def hopper_backward_kernel(
     """dK, dV and the float32 sum dQ / scale. Grid: (programs,), one per SM but no more than work items.
 
     dK and dV have every query head; K and V have one head for each GROUP of them. The sum has two SUM_BLOCKs for each
-    block of queries, in the element order of `to_thread_order`; blocks that see no key are not written. Lse, Delta:
-    float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block of queries, then the work item
-    counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if BOUNDED (bounds.py).
-    QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED (block_masks.py). Seed: int64,
-    if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or None. COLUMNS: `choose_columns`.
+    block of queries, in the element order of `to_thread_order`; not written are blocks that see no key, and columns
+    that are not multiplied. Lse, Delta: float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block
+    of queries, then the work item counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if
+    BOUNDED (bounds.py). QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED
+    (block_masks.py). Seed: int64, if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or
+    None. COLUMNS: `choose_columns`.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     bounds: gl.constexpr = None
@@ -426,5 +429,6 @@ def hopper_backward_kernel(
             )),
         ],
         [4, 1, 1, 1, 1],
-        [240, 24, 24, 24, 24],
+        # At 32 columns consumers can do with less. Without the delay another warp would spill 20 B, and softcap 8.
+        [232, 40, 40, 40, 40] if COLUMNS == 32 and not DQ_DELAY else [240, 24, 24, 24, 24],
     )  # fmt: skip

@@ -14,6 +14,8 @@ Also here, in plain Triton: the pass before the kernel, which computes delta and
 after it, which rounds the sum to dQ's dtype.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -35,7 +37,7 @@ from .pipeline import arrive
 from .primitives import await_previous, tma_add, tma_store
 from .scheduler import CLAIM_STAGES, read_claim
 
-# One warpgroup's half of a dQ tile, in the shape in which TMA adds it to the sum: as few rows as TMA allows.
+# A warpgroup's half of a dQ tile, up to (HALF, HALF), in shared memory and in the sum: as few rows as TMA allows.
 SUM_BLOCK = gl.constexpr((16, 256))
 
 
@@ -47,11 +49,15 @@ def columns_of_half(columns, half):
 
 
 @gluon.constexpr_function
-def sum_block(columns):
-    """What TMA moves at a time: the smaller half."""
-    return min(columns_of_half(columns, half) for half in (0, 1)) * SUM_BLOCK.value[
-        0
-    ] // HALF.value, SUM_BLOCK.value[1]
+def rows_of_half(columns):
+    """How many rows of a SUM_BLOCK, from the first on, so many columns take."""
+    return columns * HALF.value // SUM_BLOCK.value[1]
+
+
+@functools.cache
+def sum_block(columns: int) -> tuple[int, int]:
+    """What TMA moves at a time for a tile of so many columns: its second half, which is no larger than the first."""
+    return rows_of_half(columns_of_half(columns, 1)), SUM_BLOCK.value[1]
 
 
 # Spin until the counter reaches the turn. The acquire makes all earlier additions visible.
@@ -91,11 +97,7 @@ def multiply_dq(ds_tile, keys, WHICH: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def stage_dq(dq, dqs, tile, pred=True):
     """Store half of a dQ tile to shared memory and signal the warp that adds it, unless pred is False."""
-    ROWS: gl.constexpr = dq.shape[1] * SUM_BLOCK[0] // HALF
-    staged = dqs.tiles.index(tile)
-    if SUM_BLOCK[0] > ROWS:
-        staged = staged.slice(0, ROWS)
-    staged.store(to_thread_order(dq))
+    dqs.tiles.index(tile).slice(0, rows_of_half(dq.shape[1])).store(to_thread_order(dq))
     fence_async_shared()
     gl.barrier()
     arrive(dqs.full.index(tile), pred)
@@ -116,16 +118,16 @@ def finish_dq(shared, tile, WHICH: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def to_thread_order(dq):
-    """Permute dQ (HALF, columns) to rows of a SUM_BLOCK: four elements of a thread, then four of the next thread, and
-    so on.
+    """Permute dQ (HALF, columns) to the first rows of a SUM_BLOCK: four elements of a thread, then four of the next
+    thread, and so on. Two rows hold eight columns.
 
     Threads thus store adjacent 16-byte vectors; row-major stores had bank conflicts. `round_kernel` undoes the
-    permutation, in which fewer columns are the first rows.
+    permutation.
     """
-    # (warp, row / 8 % 2, row % 8, column / 8, thread within a row, column % 2): a thread holds 2 x EIGHTS x 2 of them
-    EIGHTS: gl.constexpr = dq.shape[1] // 8
-    parts = dq.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return parts.reshape([EIGHTS * 2, SUM_BLOCK[1]])
+    COLUMNS: gl.constexpr = dq.shape[1]
+    # (warp, row / 8 % 2, row % 8, column / 8, thread within a row, column % 2): a thread holds 2 x COLUMNS / 8 x 2
+    parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return parts.reshape([rows_of_half(COLUMNS), SUM_BLOCK[1]])
 
 
 @gluon.jit
@@ -140,13 +142,11 @@ def release_turn(Counter, next_turn):
 
 @gluon.jit
 def add_half(dq_sum_desc, block, staged, first, turn, exists, COLUMNS: gl.constexpr):
-    """Add half of a dQ tile of so many columns to its place in the sum; if the sum begins with it, store it."""
+    """Add half of a dQ tile, with COLUMNS columns, to its block of the sum, or store it there in the first turn."""
     ROWS: gl.constexpr = dq_sum_desc.block_type.shape[0]
-    for piece in gl.static_range(COLUMNS * SUM_BLOCK[0] // HALF // ROWS):
+    for piece in gl.static_range(rows_of_half(COLUMNS) // ROWS):
         coordinates = [block * SUM_BLOCK[0] + piece * ROWS, 0]
-        part = staged
-        if SUM_BLOCK[0] > ROWS:
-            part = staged.slice(piece * ROWS, ROWS)
+        part = staged.slice(piece * ROWS, ROWS)
         if exists:
             if turn == first:
                 tma_store(dq_sum_desc, coordinates, part)
@@ -271,7 +271,8 @@ def round_kernel(
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
-    """dQ = scale * its float32 sum, rounded and back in row order. Grid as delta_kernel's.
+    """dQ = scale * its float32 sum, rounded and back in row order. Grid as delta_kernel's. What it reads in place
+    of columns that were not multiplied is not stored.
 
     Fully masked rows have no sum and get 0: the first `masked_rows`, with KeyBlocks those with an empty list, with
     KvLengths those of a batch without keys. OVERLAPPED: started before the kernel that adds up the sum has ended.

@@ -211,7 +211,7 @@ def backward(
         ("hopper backward", q.dtype, *key),
         lambda: _prepare_backward(q, k, tensors, options),
         (q, k, v, d_out, *of_heads, dq_sum),
-        functools.partial(_describe_backward, choose_columns(head_dim, tensors.seed is not None)),
+        functools.partial(_describe_backward, options.dropout_p),
     )
     if lengths is not None:
         strides = [x.stride() for x in of_heads]
@@ -267,7 +267,7 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     dq_delay = 0
     if not (bounded or listed):
         dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
-    multiplied = choose_columns(head_dim, drop is not None)
+    multiplied = choose_columns(head_dim, options.dropout_p)
     spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop, options.softcap, multiplied)
     programs = min(flat_heads * columns, sm_count(q.device))
     compiled = compile_options(width, dq_delay) | OVERLAPPED
@@ -364,9 +364,9 @@ def _add_up_groups(totals: tuple[Tensor, Tensor], of_heads: tuple[Tensor, Tensor
 
 
 def _describe_backward(
-    columns: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, dk: Tensor, dv: Tensor, dq_sum: Tensor
+    dropout_p: float, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, dk: Tensor, dv: Tensor, dq_sum: Tensor
 ) -> tuple[Descriptor, ...]:
-    block_m = BLOCK_M[tile_width(q.shape[3])]
+    block_m, columns = BLOCK_M[tile_width(q.shape[3])], choose_columns(q.shape[3], dropout_p)
     return (
         rows_of(q, block_m), rows_of(k, KEYS.value), rows_of(v, KEYS.value), rows_of(d_out, block_m),
         rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, sum_block(columns)),
