@@ -116,8 +116,9 @@ def no_cuda() -> str | None:
         return None
     if torch.version.cuda is None and torch.version.hip is None:
         # With == pip would take +cpu again, where an index or a folder has it.
-        again = f"from PyPI, not an index of CPU builds: pip install --force-reinstall torch==={_release()}"
-        return f"torch {torch.__version__} is built without CUDA ({again})"
+        again = f"pip install --force-reinstall torch==={_release()}"
+        remedy = f"for one with it: {again}, from PyPI, not an index of CPU builds"
+        return f"torch {torch.__version__} is built without CUDA ({remedy})"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

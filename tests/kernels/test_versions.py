@@ -242,9 +242,8 @@ def test_what_needs_a_gpu_says_that_torch_is_built_without_cuda(monkeypatch, cap
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     again = f"pip install --force-reinstall torch==={torch.__version__.partition('+')[0]}"
-    words = re.escape(
-        f"torch {torch.__version__} is built without CUDA (from PyPI, not an index of CPU builds: {again})"
-    )
+    remedy = f"for one with it: {again}, from PyPI, not an index of CPU builds"
+    words = re.escape(f"torch {torch.__version__} is built without CUDA ({remedy})")
     with pytest.raises(SystemExit, match=rf"^kernels\.tune times kernels on a GPU: {words}"):
         tune.main([])
     assert main(["training"]) == 1
