@@ -15,7 +15,7 @@ from pathlib import Path
 from reproduce.common import markdown_table, results_folder, writing
 from reproduce.experiment import Sample
 from reproduce.plots import can_draw
-from reproduce.results import changed_since, faster_since, host_load, read_all, slug, timed_again
+from reproduce.results import beside, changed_since, faster_since, host_load, read_all, slug, timed_again
 from reproduce.timing import FASTER, Times, fastest, took, versus, waited
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
@@ -137,6 +137,7 @@ def page(directory: Path) -> tuple[str, str]:
         processes = {sample.get("process") for sample in document["samples"] if sample["kind"] in TIMED}
         sections += ["One process: no range.", ""] if len(processes) == 1 else []
         sections += [f"Load of the host: {load}.", ""] if (load := host_load(document)) else []
+        sections += [f"Some points were timed beside {other}.", ""] if (other := beside(document)) else []
         if hasattr(module, "unmeasured"):
             alike = [each for each in documents if (each["experiment"], each["device"]) == (name, device)]
             missing = module.unmeasured(sample for each in alike for sample in each["samples"])

@@ -55,7 +55,7 @@ KERNELS = 550e12  # FLOP/s
 # micro-steps; other hosts took up to 10 ms. Half is for what is gathered at once, be it one block or four
 # (kernels/log/step.md).
 BLOCK_HOST = 6.5e-3
-# For a step of a ring: 7.3 ms for 8, both passes, 32,768 tokens on four H200s (results/nvidia-h200/ring.partial.json)
+# For a step of a ring: 7.3 ms for 8, both passes, 32,768 tokens on four H200s (results/nvidia-h200/ring.json)
 STEP_HOST = 0.9e-3
 # Layouts, of scaling.py.
 RING = "context"

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from .experiment import EXPERIMENTS, Results
-from .results import changed_since, faster_since, timed_again
+from .results import beside, changed_since, faster_since, timed_again
 from .standard import NAME as STANDARD
 
 # The state of a complete run beside a newer partial one: it counts where that has no figure.
@@ -21,6 +21,8 @@ def notes(documents: list[Results]) -> Iterator[str]:
         yield from (f"{name_of(document)}, {words}" for words in faster_since(document))
         if again := timed_again(document):
             yield f"of {name_of(document)}, some points are newer than the rest: {again}"
+        if other := beside(document):
+            yield f"of {name_of(document)}, some points were timed beside {other}"
         if document["experiment"] in OF_STEPS:
             continue
         rounds: Counter[str] = Counter()  # late ones, whose times may include waiting; see `timing.Timed`

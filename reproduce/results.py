@@ -95,6 +95,11 @@ def host_load(document: Results) -> str:
     )
 
 
+def beside(document: Results) -> str:
+    """What else ran on a GPU while samples were timed: their field `beside`, written by hand; "" if nothing did."""
+    return "; ".join(dict.fromkeys(each["beside"] for each in document["samples"] if "beside" in each))
+
+
 def without_outrun(document: Results) -> Results:
     """The document without what has become faster since: it is not to be joined with what is measured now."""
     outrun = _outrun(document)

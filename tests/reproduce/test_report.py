@@ -16,7 +16,7 @@ from reproduce.common import markdown_table
 from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_STATED, Verdict
 from reproduce.report import COLUMNS, Figure, Judged, Page, first_rows, in_words, summary
 from reproduce.report_html import MARKS, as_html
-from reproduce.results import VERSION, host_load, slug
+from reproduce.results import VERSION, beside, host_load, slug
 from tests.processes import in_three
 from tests.reproduce.pages import assert_fits, media
 
@@ -297,6 +297,9 @@ def test_what_else_ran_on_the_host_is_told_of_every_document():
     assert host_load(document) == ""
     samples += [{"kind": "time", "clocks": {"host_load": load}} for load in ([4.3, 12.0], [7.0, 78.2])]
     assert host_load(document) == "4 to 78 of 64 cores"
+    assert beside(document) == ""
+    samples += [{"kind": "time", "beside": other} for other in ("tests", "tests", "a run")]
+    assert beside(document) == "tests; a run"
 
 
 def test_a_report_of_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
