@@ -56,7 +56,7 @@ NAMES |= {PADDING: "key padding", WINDOW: f"window of {WIDTH} over twice as many
 NAMES |= {HEAD_DIM: "another head_dim", PRECISE: "precise_delta"}
 # Of pictures, whose titles have half a line.
 SHORT = {HEAD_DIM: "", WINDOW: "window over 2x keys, "}
-SELECTION = ("features", "other_head_dims")
+SELECTION = ("features", "head_dims", "other_head_dims")
 NEEDED = ("features", "lengths", "head_dims", "other_head_dims")
 
 
@@ -69,7 +69,7 @@ class Settings(Timing):
     features: tuple[str, ...] = tuple(NAMES)
     # The most useful first.
     lengths: tuple[int, ...] = (4096, 1024, 16384)
-    head_dims: tuple[int, ...] = (64, 128)
+    head_dims: tuple[int, ...] = (64, 128, 256)
     other_head_dims: tuple[int, ...] = (32, 80, 96, 160, 192)
     # Where every query sees every key too; elsewhere the mask is causal.
     full: tuple[int, ...] = (4096,)

@@ -207,8 +207,13 @@ FEATURES = (
     ("head_dim 160 and 192 against other libraries", "features=head_dim other_head_dims=160,192"),
     ("what precise_delta costs", "features=precise_delta"),
 )
+FEATURE = "slice benchmarks features --select"
 for number, (what, select) in enumerate(FEATURES, 1):
-    JOBS[f"features_{number}"] = Job(what, measure(f"slice benchmarks features --select {select}"), limit=600)
+    JOBS[f"features_{number}"] = Job(what, measure(f"{FEATURE} head_dims=64,128 {select}"), limit=600)
+for feature in ("softcap", "alibi_slopes", "sinks", "dropout_p", "kv_lengths", "window", "precise_delta"):
+    JOBS[f"features_256_{feature}"] = Job(
+        f"{feature} at head_dim 256", measure(f"{FEATURE} head_dims=256 features={feature}"), limit=600
+    )
 
 TRAINING = (
     ("README: compiled, against nanoGPT", "parts=compiled"),

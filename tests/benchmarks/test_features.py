@@ -140,7 +140,7 @@ def test_what_is_checked_takes_the_kernels_that_are_timed(monkeypatch):
     unlike = [(which, w) for which, w in passes if "hopper" == chosen(which, w) != small[which, w]]
     dispatch.choose.cache_clear()
     assert not unlike
-    assert len(passes) == 2 * (4 * 8 + 6 + 6 + 15 + 8)
+    assert len(passes) == 2 * (4 * 12 + 9 + 9 + 15 + 12)
 
 
 def run(folder: Path, *settings: str) -> dict:
