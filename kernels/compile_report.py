@@ -257,14 +257,16 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
         absent["Seed"] = None
     softcap = 30.0 if "softcap" in words else 0.0
     lengths = job.length, job.length + sum(apart for word, apart in APART.items() if word in words)
+    no_left = {} if bounded else {"left": None}  # above head_dim 128; the others ignore it
     if job.kernel == "hopper_dkdv":
-        return {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal}
+        wide = {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal, "SOFTCAP": softcap}
+        return {**wide, **absent, **no_left}
     uses: dict[str, Any] = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop}
     uses |= {"softcap": softcap, "precise": "precise_delta" in words}
     uses["group"] = FORMS["gqa"][0]["group"] if "gqa" in words else 1
     spec = forward_spec.specify(job.head_dim, job.causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
-        return {"SPEC": spec}
+        return {"SPEC": spec, **absent, **no_left}
     if job.kernel == "hopper_forward":
         return {"SPEC": spec, **absent} | ({} if spec.DYNAMIC.value else {"Counter": None})
     width = tile_width(job.head_dim)

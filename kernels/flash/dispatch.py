@@ -34,7 +34,7 @@ SOFTCAP_MAX = 64.0  # their tanh is exact enough up to it; see hopper/score_mods
 # Features that the Hopper kernels have by the table in kernels/features.py, but that nobody wrote above head_dim 128.
 WIDE_LACKS = {
     "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
-    "backward": frozenset({"block_mask", *SCORE_MODS, "cu_seqlens", "dropout_p", "kv_lengths", "window"}),
+    "backward": frozenset({"block_mask", "dropout_p", "kv_lengths"}),
 }
 # Features that add no code to a pass, which takes as long without them; `delta_kernel` has the backward's.
 NO_FORM = {

@@ -25,14 +25,10 @@ from tests.kernels.accuracy import inputs
 from tests.kernels.test_flash_gpu import features
 
 
-def attend(
-    tier: str, head_dim: int, q_len: int, kv_len: int, kv_heads: int = 4, backward=True, **options: object
-) -> None:
+def attend(tier: str, head_dim: int, q_len: int, kv_len: int, kv_heads: int = 4, **options: object) -> None:
     heads = {"batch": 2, "heads": 4, "kv_heads": kv_heads}
     *tensors, d_out = inputs(q_len, kv_len, head_dim, torch.bfloat16, device="cuda", **heads)
-    out = kernels.get_attention("flash")(*tensors, tier=tier, **options)
-    if backward:
-        out.backward(d_out)
+    kernels.get_attention("flash")(*tensors, tier=tier, **options).backward(d_out)
 
 
 def first_algorithm(kernel: str, head_dim: int, tile: Tile) -> None:
@@ -122,15 +118,21 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_softcap": lambda: attend("hopper", 64, 130, 190, kv_heads=2, softcap=30.0),
         "hopper_softcap_in_a_window": lambda: attend("hopper", 128, 300, 300, softcap=30.0, window=(100, 0)),
         "hopper_softcap_padding": lambda: attend("hopper", 64, 300, 300, softcap=30.0, **padding(0, 190)),
-        "hopper_softcap_256": lambda: attend("hopper", 256, 300, 300, backward=False, softcap=30.0),
+        "hopper_softcap_256": lambda: attend("hopper", 256, 300, 300, softcap=30.0),
         "hopper_alibi": lambda: attend("hopper", 64, 300, 300, alibi_slopes=torch.rand(4, device="cuda")),
         "hopper_alibi_full": lambda: attend(
             "hopper", 128, 130, 190, kv_heads=2, causal=False, alibi_slopes=torch.rand(4, device="cuda")
         ),
         "hopper_window_of_unequal_lengths": lambda: attend("hopper", 64, 130, 400, window=(50, 0)),
-        "hopper_wide_window": lambda: attend("hopper", 256, 300, 300, backward=False, window=(100, 0)),
+        "hopper_wide_window": lambda: attend("hopper", 256, 130, 400, window=(50, 0)),
+        "hopper_wide_softcap_in_a_window": lambda: attend(
+            "hopper", 160, 300, 300, kv_heads=2, softcap=30.0, window=(100, 0)
+        ),
         "hopper_wide_documents": lambda: attend(
-            "hopper", 256, 1000, 1000, backward=False, cu_seqlens=features()["documents"]["cu_seqlens"]
+            "hopper", 256, 1000, 1000, cu_seqlens=features()["documents"]["cu_seqlens"]
+        ),
+        "hopper_wide_alibi": lambda: attend(
+            "hopper", 256, 130, 190, causal=False, alibi_slopes=torch.rand(4, device="cuda")
         ),
         "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),
         "hopper_padded": lambda: attend("hopper", 72, 130, 190, kv_heads=2),

@@ -66,7 +66,9 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "triton",
             "attention without sinks combined with softcap",
         ),
-        ("softcap", {"tier": "hopper", "head_dim": 256}, "hopper", "triton", None),
+        ("softcap", {"tier": "hopper", "head_dim": 256}, "hopper", "hopper", None),
+        ("softcap window", {"tier": "hopper", "head_dim": 256}, "hopper", "hopper", None),
+        ("alibi_slopes cu_seqlens", {"tier": "hopper", "head_dim": 192}, "hopper", "hopper", None),
         ("dropout_p", {}, "triton", "hopper", "head_dim 128 with dropout_p, not 64"),
         ("dropout_p", {"head_dim": 128}, "hopper", "hopper", None),
         ("dropout_p window", {}, "triton", "triton", "attention without dropout_p combined with window"),
@@ -149,7 +151,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("window", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with window, not 80"),
         ("", {"head_dim": 32, "tier": "hopper"}, "hopper", "hopper", None),
         ("", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
-        ("window", {"head_dim": 136, "tier": "hopper"}, "hopper", "triton", None),
+        ("window", {"head_dim": 136, "tier": "hopper"}, "hopper", "hopper", None),
         ("", {"head_dim": 84, "tier": "hopper"}, "triton", "triton", "a head_dim that 8 divides, not 84"),
         (
             "block_mask",
@@ -202,7 +204,20 @@ def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pyte
     assert why_portable("flash", **asked, dropout_p=0.1) is None
 
 
-def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it() -> None:
+@pytest.mark.parametrize("head_dim", [136, 160, 192, 256])
+@pytest.mark.parametrize("features", ["window", "cu_seqlens", "softcap", "alibi_slopes", "softcap window"])
+def test_auto_keeps_features_above_128_on_the_portable_backward(features: str, head_dim: int) -> None:
+    """The Hopper backward has them there, but was not timed with them."""
+    asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": head_dim}
+    asked |= {"features": frozenset(features.split()), "length": 4096, "heads": 1024, "causal": True}
+    assert dispatch.choose("backward", AttentionRequest(**asked)).kernels == "triton"
+    assert dispatch.choose("backward", AttentionRequest(**asked, tier="hopper")).kernels == "hopper"
+
+
+def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(dispatch.WIDE_LACKS, "backward", frozenset({"window"}))
     asked = torch.device("cuda"), torch.float16, 136, frozenset({"window"})
     refused = dispatch.refuses(AttentionRequest(*asked, tier="hopper"))
     assert refused is not None

@@ -213,7 +213,7 @@ class TestDropoutAndDelay:
     "delay", [0], indirect=True, ids=["no delay"]
 )  # bounded work items are never delayed
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 class TestWindowsAndDocuments:
     @pytest.mark.parametrize(("left", "packed"), BOUNDS)
     def test_exact_at_every_length(

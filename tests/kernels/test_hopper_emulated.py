@@ -285,6 +285,31 @@ def test_wide_backward(machine, q_len: int, kv_len: int, causal: bool) -> None:
     check("backward", machine, q_len, kv_len, 256, causal)
 
 
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("head_dim", [256, 160, 192])
+@pytest.mark.parametrize("given", [{}, *SCORE_MODS], ids=lambda given: next(iter(given), "plain"))
+@pytest.mark.parametrize(
+    "mask",
+    ["causal", "full", "window", "documents", "both", "more keys", "own key", "more queries", "a query"],
+)
+def test_wide_backward_with_features(machine, mask: str, given: dict[str, object], head_dim: int) -> None:
+    """Windows hide 0, 64, 128 and 256 keys, whole blocks, from every query; of more queries some see no key."""
+    documented = {"cu_seqlens": documents(300, 2)}
+    q_len, kv_len, bounds = {
+        "causal": (300, 130, {}),
+        "full": (300, 130, {}),
+        "window": (300, 300, {"window": (100, 0)}),
+        "documents": (300, 300, documented),
+        "both": (300, 300, {"window": (70, 0)} | documented),
+        "more keys": (130, 333, {"window": (80, 0)}),
+        "own key": (130, 300, {"window": (0, 0)}),
+        "more queries": (300, 130, {"window": (50, 0)}),
+        "a query": (1, 300, {"window": (3, 0)}),
+    }[mask]
+    heads = {"batch": 2, "kv_heads": 2 if mask == "more keys" else 1}
+    check("backward", machine, q_len, kv_len, head_dim, mask != "full", **heads, **given, **bounds)
+
+
 @pytest.mark.one_in(9)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

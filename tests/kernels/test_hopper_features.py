@@ -19,6 +19,13 @@ LENGTHS += [(113, 203), (256, 512), (512, 256), (1023, 1024), (700, 30), (1, 409
 NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window", "sinks documents"]
 NAMES += ["softcap", "softcap window", "softcap kv_lengths", "alibi", "alibi window", "alibi kv_lengths"]
 NAMES += [f"precise_delta {name}" for name in ("sinks window", "documents", "sinks", "dropout", "kv_lengths")]
+WIDE_NAMES = ["window", "documents", "softcap", "softcap window", "alibi", "alibi documents"]
+MORE_WIDE_NAMES = [
+    "softcap documents",
+    "alibi window",
+    "precise_delta documents",
+    "precise_delta softcap window",
+]
 DROPOUT = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
 
 
@@ -55,10 +62,13 @@ def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [64, 96, 128])  # 96: results in two parts
 @DTYPES
-@pytest.mark.parametrize("name", NAMES)
-def test_exact_at_every_length(name: str, dtype: torch.dtype, head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    [(head_dim, name) for head_dim in (64, 96, 128) for name in NAMES]
+    + [(head_dim, name) for head_dim in (136, 160, 192, 256) for name in WIDE_NAMES + MORE_WIDE_NAMES],
+)  # 96, 136, 160 and 192: results in two parts
+def test_exact_at_every_length(head_dim: int, name: str, dtype: torch.dtype, causal: bool) -> None:
     """Forward and backward, with grouped heads; two or three consumers, dQ's product in its step or a step late."""
     if ("window" in name or "documents" in name) and not causal:
         pytest.skip("those have the portable kernels")
@@ -96,10 +106,15 @@ def test_padding_may_hold_anything(length: int, head_dim: int, causal: bool) -> 
 
 
 @CAUSAL
-@HEAD_DIMS
-@pytest.mark.parametrize("name", ["kv_lengths", "dropout", "sinks", "softcap", "alibi"])
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    [(each, name) for each in (64, 128) for name in ("kv_lengths", "dropout", "sinks", "softcap", "alibi")]
+    + [(256, name) for name in WIDE_NAMES],
+)
 @pytest.mark.parametrize("length", [1000, 2100])
-def test_250_repeats_agree_bit_for_bit(length: int, name: str, head_dim: int, causal: bool) -> None:
+def test_250_repeats_agree_bit_for_bit(length: int, head_dim: int, name: str, causal: bool) -> None:
+    if ("window" in name or "documents" in name) and not causal:
+        pytest.skip("those have the portable kernels")
     if name == "dropout" and causal:
         length = length // 64 * 64
     *tensors, d_out = inputs(
@@ -109,10 +124,13 @@ def test_250_repeats_agree_bit_for_bit(length: int, name: str, head_dim: int, ca
     assert_repeats(run, flash(), tensors, d_out, **given)
 
 
-@HEAD_DIMS
 @pytest.mark.parametrize("programs", [1, 7])
-@pytest.mark.parametrize("name", ["kv_lengths", "dropout"])
-def test_any_number_of_programs_gives_the_same(name: str, programs: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    [(each, name) for each in (64, 128) for name in ("kv_lengths", "dropout")]
+    + [(256, name) for name in ("softcap window", "alibi documents")],
+)
+def test_any_number_of_programs_gives_the_same(head_dim: int, name: str, programs: int) -> None:
     *tensors, d_out = inputs(
         1024, 1024, head_dim, torch.bfloat16, batch=8, heads=6, kv_heads=3, device="cuda"
     )

@@ -274,6 +274,9 @@ cases = [
     (packed(256, head_dim=40), True),
     (packed(256, head_dim=256), True),
     (packed(256, head_dim=256), False),
+    (packed(256, head_dim=256), True, 0.125, None, 100),
+    (packed(256, head_dim=256), True, 0.125, None, 101),
+    (packed(256, head_dim=256), True, 0.125, None, -1, (2, 256)),
 ]
 wanted = []
 for repeat in range(3):

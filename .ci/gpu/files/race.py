@@ -1,7 +1,7 @@
 """Flash's Hopper kernels against the portable ones and PyTorch's: python race.py PART SEED END
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
-features, combined (features with each other and of other sizes; ../rows.py reads it).
+features, wide_features (136 to 256), combined (features with each other and of other sizes; ../rows.py reads it).
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
@@ -85,7 +85,9 @@ def points() -> list[Point]:
     both, causal = (True, False), (True,)
     if TRY:
         tried = {"features": ("padding", "dropout"), "combined": ("precise+documents", "window+longer")}
-        return every("tokens", (64,), (32,), causal if PART == "combined" else both, tried.get(PART, ("",)))
+        tried["wide_features"] = ("softcap+window", "documents")
+        masks = causal if PART in ("combined", "wide_features") else both
+        return every("tokens", (64,), (32,), masks, tried.get(PART, ("",)))
     if PART == "plain":
         tokens = every("tokens", (1024, 4096, 16384), (64, 128), both)
         return tokens + every("small", (128, 256, 512, 1024), (64, 128), both)
@@ -97,6 +99,21 @@ def points() -> list[Point]:
             *every("grouped", (512, 2048), (256,), both),
             *every("small", (128, 256, 512, 1024), (256, 192), both),
             *every("tokens", (1024, 4096), (136, 224), both),
+        ]
+    if PART == "wide_features":  # what is wanted most first: it may be cut
+        bounds, score_mods = ("window", "documents"), ("softcap", "alibi")
+        together = ("softcap+window", "alibi+window", "softcap+documents", "alibi+documents")
+        return [
+            *every("tokens", (8192, 16384), (256,), causal, ("gemma",)),
+            *every("tokens", (1024, 4096, 16384), (256,), causal, bounds + score_mods),
+            *every("tokens", (1024, 4096), (256,), (False,), score_mods),
+            *every("tokens", (4096,), (256,), causal, together),
+            *every("tokens", (1024, 4096), (160, 192), causal, bounds + score_mods),
+            *every("512", (512, 2048), (256,), causal, bounds + score_mods),
+            *every("128", (256, 1024), (256,), causal, bounds + score_mods),
+            *every("grouped", (2048,), (256,), causal, ("gemma", *bounds)),
+            *every("tokens", (1024,), (256,), causal, ("window+longer",)),
+            *every("tokens", (2048,), (136, 224), causal, bounds + score_mods),
         ]
     if PART == "dims":
         return [
@@ -145,7 +162,8 @@ def points() -> list[Point]:
 
 class Inputs:
     """Features: padding (lengths from 1 on), near (0 to 20 less), dropout, sinks, precise (delta), window (of 512),
-    documents (of 2 to 2048 tokens), softcap, alibi; and longer (twice as many keys as queries)."""
+    documents (of 2 to 2048 tokens), softcap, alibi; gemma (Gemma 2's softcap and window); and longer (twice as many
+    keys as queries)."""
 
     def __init__(self, p: Point, shape: tuple[int, int, int] | None = None) -> None:
         batch, heads, kv_heads = shape or p.shape
@@ -174,6 +192,8 @@ class Inputs:
             self.features["cu_seqlens"] = torch.tensor(ends, device=DEVICE, dtype=torch.int32)
         if "softcap" in p.feature:
             self.features["softcap"] = 30.0
+        if "gemma" in p.feature:
+            self.features |= {"softcap": 50.0, "window": (4096, 0)}
         if "alibi" in p.feature:
             self.features["alibi_slopes"] = 2.0 ** -torch.linspace(0.5, 8, heads, device=DEVICE)
 
@@ -190,6 +210,15 @@ def library(name: str, inputs: Inputs, p: Point) -> torch.Tensor:
     return get_attention(name)(*inputs.qkv, causal=p.causal, **inputs.features)
 
 
+def fa4_itself(inputs: Inputs, p: Point) -> torch.Tensor:
+    """By its own arguments for windows and softcap; documents as registered, ALiBi refused."""
+    names, rest = {"window": "window_size", "softcap": "softcap"}, dict(inputs.features)
+    own = {names[name]: rest.pop(name) for name in names if name in rest}
+    attend = get_attention("fa4")
+    call = functools.partial(attend.keywords["flash_attn_func"], **own)
+    return attend(*inputs.qkv, causal=p.causal, flash_attn_func=call, **rest)
+
+
 def contenders(p: Point) -> dict[str, Attend]:
     found: dict[str, Attend] = {"hopper": functools.partial(flash, HOPPER)}
     found["portable"] = functools.partial(flash, "triton")
@@ -197,6 +226,8 @@ def contenders(p: Point) -> dict[str, Attend]:
         return found
     if p.feature:  # what the feature costs
         found["plain"] = functools.partial(flash, HOPPER, plain=True)
+        if PART == "wide_features":
+            found["fa4"] = fa4_itself
     elif PART != "ours":
         found |= {name: functools.partial(library, name) for name in LIBRARIES}
     return found

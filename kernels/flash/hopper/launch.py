@@ -181,14 +181,16 @@ def backward(
         dq, dk, dv: any strides that TMA takes. delta: like lse.
         tensors, options: as for `forward`.
     """
-    unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // KEYS.value * KEYS.value
+    is_wide = tile_width(q.shape[3]) == WIDTH.value
+    keys = WIDE_KEYS.value if is_wide else KEYS.value
+    unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys
     if options.left >= 0 and unseen:  # the window hides the first blocks of keys from every query
         for x in (dk, dv):
             x[:, :, :unseen].zero_()
         k, v, dk, dv = (x[:, :, unseen:] for x in (k, v, dk, dv))
     low = out_low if options.precise_delta else None
-    if tile_width(q.shape[3]) == WIDTH.value:
-        return _backward_wide(d_out, d_lse, out, low, lse, q, k, v, dq, dk, dv, delta, options)
+    if is_wide:
+        return _backward_wide(d_out, d_lse, out, low, lse, q, k, v, dq, dk, dv, delta, tensors, options)
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     block_m = BLOCK_M[tile_width(head_dim)]
     blocks = batch * heads * -(-q_len // block_m)  # not triton.cdiv, a wrapper that costs 2 us
@@ -305,12 +307,16 @@ def _backward_wide(
     dk: Tensor,
     dv: Tensor,
     delta: Tensor,
+    tensors: Tensors,
     options: Options,
 ) -> None:
     """`backward` above head_dim 128, by wide_dkdv.py and wide_dq.py. No workspace but that of grouped heads."""
-    causal, scale, device = options.causal, options.scale, q.device
+    causal, scale, softcap, device = options.causal, options.scale, options.softcap, q.device
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     rows, keys = ROWS.value, WIDE_KEYS.value
+    starts, ends, slopes = tensors.document_starts, tensors.document_ends, tensors.alibi_slopes
+    bounded = options.left >= 0 or starts is not None
+    left = _left(options.left, kv_len - q_len) if bounded else None
 
     def prepare_delta() -> Launch:  # the next kernel waits for the end of this one
         return _prepare_delta(out, d_out, 0, rows, keys, overlapped=False)
@@ -321,25 +327,26 @@ def _backward_wide(
         heads_per_group = min(batch * heads, in_cache)
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
         strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
-        numbers = (*strides, *sizes, scale, heads // kv_heads, head_dim, causal)
+        numbers = (*strides, *sizes, left, scale, heads // kv_heads, head_dim, causal, softcap)
         programs = min(batch * heads * key_blocks, sm_count(device))
         return dkdv_kernel, (programs, 1, 1), numbers, compile_options(WIDTH.value)
 
     def prepare_dq() -> Launch:
-        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads)
+        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, softcap=softcap)
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False) if causal else 1
-        numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, scale, spec)
+        numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, left, scale, spec)
         return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 
-    key = (q.shape, kv_heads, kv_len, causal, scale)
+    key = (q.shape, kv_heads, kv_len, causal, scale, options.left, softcap)
     of_delta = (out, out_low, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
     launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
     for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
     of_heads, moved = _of_every_head(q, dk, dv), (q, k, v, d_out)
-    pointers = (*of_heads, lse, delta, for_dkdv)
+    pointers = (*of_heads, lse, delta, for_dkdv, ends, slopes)
     launch(pointers, ("dk dv", *key, *[x.stride() for x in of_heads]), prepare_dkdv, moved, _describe_wide)
-    launch((dq, lse, delta, for_dq), ("dq", *key, dq.stride()), prepare_dq, moved, _describe_wide)
+    of_dq = (dq, lse, delta, for_dq, starts, slopes)
+    launch(of_dq, ("dq", *key, dq.stride()), prepare_dq, moved, _describe_wide)
     _add_up_groups((dk, dv), of_heads)
 
 

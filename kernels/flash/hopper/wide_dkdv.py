@@ -11,8 +11,9 @@ shared memory. P's product runs under the arithmetic of dS, dP's under the expon
 Up to head_dim 192 not all of a tile's columns are multiplied (columns.py). The first warpgroup then has the first 128
 of dK and the rest of dV, the second the others, so that both have equally many.
 
-Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention. With grouped heads, every query
-head has its own dK and dV.
+Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention, windows and documents under the
+causal mask (bounds.py), softcap and ALiBi (score_mods.py); all else is left to the portable kernels. With grouped
+heads, every query head has its own dK and dV.
 """
 
 from typing import NamedTuple
@@ -26,12 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .bounds import Bounds, end_rows
 from .columns import accumulator_layout, multiply_columns, parts_of, rest_of, rows_layout
 from .forward_schedule import ROWS
-from .masks import masked_bias
-from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, sync_consumers
+from .masks import mask_from_end, masked_bias
+from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque, sync_consumers
 from .primitives import tma_load
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .score_mods import probabilities, slope_of, with_distances
 
 KEYS = gl.constexpr(64)
 WIDTH = gl.constexpr(256)  # columns of a tile
@@ -48,6 +51,8 @@ class Sizes(NamedTuple):
     kv_len: gl.tensor
     row_blocks: gl.tensor
     key_blocks: gl.tensor
+    bounds: Bounds  # None without window and documents
+    Slopes: gl.tensor  # of ALiBi, or None
 
 
 class Results(NamedTuple):
@@ -64,8 +69,8 @@ class Results(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """A block of keys of one head, and `steps` blocks of queries, from the last one downwards. The steps from
-    `masked_from` on cross the diagonal."""
+    """A block of keys of one head, and `steps` blocks of queries, from the last one that sees any of them downwards.
+    The steps from `masked_from` on cross the diagonal; in those before `masked_until` a window or document ends."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -73,6 +78,7 @@ class WorkItem(NamedTuple):
     key_block: gl.tensor
     last_block: gl.tensor
     steps: gl.tensor
+    masked_until: gl.tensor
     masked_from: gl.tensor
     diagonal_row: gl.tensor  # first row that sees the first key, relative to the first row of `last_block`
 
@@ -103,8 +109,13 @@ def decode_keys(index, sizes, CAUSAL: gl.constexpr):
     flat_head = first_flat_head + index % heads_per_group
     key_block = index // heads_per_group
     first_key = key_block * KEYS
-    last_block = sizes.row_blocks - 1
     steps = sizes.row_blocks
+    masked_until = 0
+    if sizes.bounds is not None:
+        batch, last_key = flat_head // sizes.heads, gl.minimum(first_key + KEYS, sizes.kv_len) - 1
+        steps = gl.cdiv(end_rows(last_key, batch, sizes.bounds), ROWS)
+        masked_until = steps - end_rows(first_key, batch, sizes.bounds) // ROWS
+    last_block = steps - 1
     masked_from = steps
     first_row = first_key - (sizes.kv_len - sizes.q_len)  # that sees the first key
     if CAUSAL:
@@ -112,7 +123,9 @@ def decode_keys(index, sizes, CAUSAL: gl.constexpr):
         masked_from -= gl.cdiv(gl.maximum(first_row + KEYS - 1, 0), ROWS)
     batch, head = flat_head // sizes.heads, flat_head % sizes.heads
     diagonal_row = first_row - last_block * ROWS
-    return WorkItem(batch, head, flat_head, key_block, last_block, steps, masked_from, diagonal_row)
+    return WorkItem(
+        batch, head, flat_head, key_block, last_block, steps, masked_until, masked_from, diagonal_row
+    )
 
 
 @gluon.jit
@@ -151,7 +164,8 @@ def half_of_dv(which, head_dim):
 
 @gluon.jit
 def consume_queries(
-    results, Lse, Delta, shared, sizes, scale, WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr
+    results, Lse, Delta, shared, sizes, scale,
+    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: half of the dimensions of dK and dV, together."""
     REST: gl.constexpr = rest_of(HEAD_DIM)
@@ -167,18 +181,35 @@ def consume_queries(
         dk = gl.zeros([KEYS, DK_DIMS], gl.float32, accumulator_layout(DK_DIMS))
         dv = gl.zeros([KEYS, DV_DIMS], gl.float32, accumulator_layout(DV_DIMS))
         zeros = gl.zeros([KEYS, ROWS // 2], gl.float32, scores_layout)
-        if CAUSAL:
-            first_visible = item.diagonal_row + gl.arange(0, KEYS, gl.SliceLayout(1, scores_layout))
+        keys = gl.arange(0, KEYS, gl.SliceLayout(1, scores_layout))
+        slope = slope_of(item.head, sizes)
+        if slope is not None:
+            first_visible = opaque(item.diagonal_row) + keys  # opaque: 4 B are spilled otherwise
+        elif CAUSAL:
+            first_visible = item.diagonal_row + keys
+        if sizes.bounds is not None:
+            end_visible = (
+                end_rows(item.key_block * KEYS + keys, item.batch, sizes.bounds) - item.last_block * ROWS
+            )
         mbarrier.wait(shared.kv_full, ordinal & 1)
         for step in range(item.steps):
             # The mask is the initial accumulator of S: no branch may come between wgmmas in flight.
             bias = zeros
-            if CAUSAL and step >= item.masked_from:
-                bias = masked_bias(zeros, first_visible, step * ROWS - WHICH * (ROWS // 2), CAUSAL)
+            masked = step >= item.masked_from
+            if sizes.bounds is not None:
+                masked |= step < item.masked_until
+            if CAUSAL and masked:
+                passed = step * ROWS - WHICH * (ROWS // 2)  # rows, from this half of a block to `last_block`
+                bias = masked_bias(zeros, first_visible, passed, CAUSAL)
+                if sizes.bounds is not None:
+                    bias = mask_from_end(bias, end_visible, passed)
+            rows_of_keys: gl.constexpr = None
+            if slope is not None:
+                rows_of_keys = first_visible + (step * ROWS - WHICH * (ROWS // 2))
             first_row = (item.last_block - step) * ROWS
             dk, dv = process_queries(
-                dk, dv, bias, first_row, item.flat_head, tiles_before + step, step == item.steps - 1, Lse, Delta,
-                shared, sizes, scale, WHICH, HEAD_DIM, CAUSAL,
+                dk, dv, bias, slope, rows_of_keys, first_row, item.flat_head, tiles_before + step,
+                step == item.steps - 1, Lse, Delta, shared, sizes, scale, WHICH, HEAD_DIM, CAUSAL, SOFTCAP,
             )  # fmt: skip
         tiles_before += item.steps
         first_key = item.key_block * KEYS
@@ -202,13 +233,13 @@ def consume_queries(
 
 @gluon.jit
 def process_queries(
-    dk, dv, bias, first_row, flat_head, tile, last, Lse, Delta, shared, sizes, scale,
-    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    dk, dv, bias, slope, rows_of_keys, first_row, flat_head, tile, last, Lse, Delta, shared, sizes, scale,
+    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """One step: S and dP of half of a block of queries, then what all of it adds to this warpgroup's dK and dV.
 
-    bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. last: whether it is the last
-    step, after whose dP K and V are released.
+    bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. slope, rows_of_keys: ALiBi's
+    (`with_distances`), or None. last: whether it is the last step, after whose dP K and V are released.
     """
     HALF: gl.constexpr = ROWS // 2
     DV_HALF: gl.constexpr = half_of_dv(WHICH, HEAD_DIM)
@@ -235,10 +266,13 @@ def process_queries(
     s = multiply_columns(k, q.slice(WHICH * HALF, HALF), bias, CAUSAL, HEAD_DIM)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
     dp = multiply_columns(v, d_out.slice(WHICH * HALF, HALF), zeros, False, HEAD_DIM)
+    if SOFTCAP > 0:
+        lse -= SOFTCAP * LOG2_E
     # +inf for fully masked rows and rows beyond the end, whose P = exp2(S - inf) is then 0.
     lse = gl.where(lse == float("-inf"), float("inf"), lse)
     s = warpgroup_mma_wait(parts_of(HEAD_DIM), [s])
-    p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+    lse = with_distances(lse, slope, rows_of_keys, CAUSAL, scores_layout)
+    p, of_ds = probabilities(s, lse, scale * LOG2_E, SOFTCAP)
     # Two buffers: the other warpgroup may still be multiplying the previous P.
     p_buffer = 2 * stage
     shared.p.index(p_buffer + WHICH).store(p.to(dtype))
@@ -249,7 +283,7 @@ def process_queries(
         dv = warpgroup_mma(shared.p.index(p_buffer + half), part, dv, is_async=True)
     dp = warpgroup_mma_wait(2, [dp])
     arrive(shared.kv_empty, last)
-    ds = p * (dp - delta[None, :])
+    ds = of_ds * (dp - delta[None, :])
     shared.ds.index(WHICH).store(ds.to(dtype))
     fence_async_shared()
     sync_consumers()
@@ -277,24 +311,28 @@ def store_rows(x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.cons
     gl.store(Out + rows * stride_m + dims, x, mask=(first_row + rows < length) & (dims < HEAD_DIM))
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields])
+@gluon.jit(do_not_specialize=[*Sizes._fields, "left"])
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter,
+    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter, DocumentEnd, Slopes,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, scale,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+    heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, left, scale,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every query head. Grid: (programs,), one for each SM but no more than work items.
 
     The descriptors move (1, 1, 64, 256). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32 0.
-    GROUP: query heads per head of K and V.
+    DocumentEnd, left: of windows and documents (bounds.py), or None, as Slopes (heads,) without ALiBi. GROUP: query
+    heads per head of K and V.
     """
     dtype: gl.constexpr = q_desc.dtype
     if HEAD_DIM % 16 != 0:  # as in `store_rows`
         stride_dkb, stride_dkh = stride_dkb // 8 * 8, stride_dkh // 8 * 8
         stride_dvb, stride_dvh = stride_dvb // 8 * 8, stride_dvh // 8 * 8
     results = Results(DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn)
-    sizes = Sizes(heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
+    bounds: gl.constexpr = None
+    if left is not None:
+        bounds = Bounds(None, DocumentEnd, left, q_len)
+    sizes = Sizes(heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, Slopes)
     k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
     v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
     queries = make_ring(q_desc, STAGES, 2)
@@ -310,10 +348,14 @@ def dkdv_kernel(
     fence_async_shared()  # make the initialised barriers visible to TMA
     gl.warp_specialize(
         [
-            (consume_queries, (results, Lse, Delta, shared, sizes, scale, gl.constexpr(0), HEAD_DIM, CAUSAL)),
-            (consume_queries, (results, Lse, Delta, shared, sizes, scale, gl.constexpr(1), HEAD_DIM, CAUSAL)),
+            (consume_queries, (
+                results, Lse, Delta, shared, sizes, scale, gl.constexpr(0), HEAD_DIM, CAUSAL, SOFTCAP
+            )),
+            (consume_queries, (
+                results, Lse, Delta, shared, sizes, scale, gl.constexpr(1), HEAD_DIM, CAUSAL, SOFTCAP
+            )),
             (load_queries, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip

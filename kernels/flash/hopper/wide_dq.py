@@ -3,7 +3,8 @@
 The forward's tile and order: 128 queries, 64 for each of two consumer warpgroups, against blocks of 64 keys. The
 warpgroups exchange nothing: while one computes dS, the other's products run.
 
-Up to head_dim 192 not all of a tile's columns are multiplied, and dQ is two tensors (columns.py).
+Up to head_dim 192 not all of a tile's columns are multiplied, and dQ is two tensors (columns.py). Covers what
+wide_dkdv.py does.
 """
 
 from typing import NamedTuple
@@ -16,11 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .bounds import Bounds, first_keys
 from .columns import multiply_columns, multiply_into, no_sums, parts_of, wait_keeping
-from .forward_schedule import ROWS, ForwardSizes, count_key_blocks, decode_tile
-from .masks import mask_scores
+from .forward_schedule import ROWS, ForwardSizes, count_key_blocks, decode_tile, first_key_block
+from .masks import mask_before, mask_scores
 from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
+from .score_mods import alibi_of, modify_scores, probabilities
 from .wide_dkdv import KEYS, WIDTH, store_rows
 
 STAGES = gl.constexpr(2)  # blocks of K in shared memory; one of V is enough, which is free after dP
@@ -60,14 +63,29 @@ def load_keys(q_desc, k_desc, v_desc, do_desc, Counter, rings, claims, sizes, SP
             fetch(q_desc, coordinates, rings.q, which, ordinal & 1)
             fetch(do_desc, coordinates, rings.d_out, which, ordinal & 1)
         blocks = count_key_blocks(first_row + 2 * ROWS, sizes.kv_len, sizes, SPEC)
-        for passed in range(blocks):
+        visited = blocks - first_key_block(first_row, batch, sizes, SPEC)
+        for passed in range(visited):
             block = blocks_before + passed
             keys = [batch, head // SPEC.GROUP, (blocks - 1 - passed) * KEYS, 0]
             fetch(k_desc, keys, rings.k, block % STAGES, block // STAGES & 1)
             fetch(v_desc, keys, rings.v, 0, block & 1)
-        blocks_before += blocks
+        blocks_before += visited
         ordinal += 1
         index = publish_claim(pending, claims, ordinal, sizes.tiles)
+
+
+@gluon.jit
+def skip_key_blocks(first, count, rings):
+    """Release blocks of keys, `count` of a program's from the first-th on, that only the other consumer's rows see.
+
+    Waiting keeps this one's arrivals in the right phase. Returns the number of the next block.
+    """
+    for block in range(first, first + count):
+        mbarrier.wait(rings.k.full.index(block % STAGES), block // STAGES & 1)
+        arrive(rings.k.empty.index(block % STAGES))
+        mbarrier.wait(rings.v.full.index(0), block & 1)
+        arrive(rings.v.empty.index(0))
+    return first + count
 
 
 @gluon.jit
@@ -86,31 +104,39 @@ def consume_keys(
         first_row = tile_row + WHICH * ROWS
         blocks = count_key_blocks(first_row + ROWS, sizes.kv_len, sizes, SPEC)
         skipped = count_key_blocks(tile_row + 2 * ROWS, sizes.kv_len, sizes, SPEC) - blocks
-        for block in range(blocks_before, blocks_before + skipped):
-            # Seen only by the other consumer. Waiting keeps this one's arrivals in the right phase.
-            mbarrier.wait(rings.k.full.index(block % STAGES), block // STAGES & 1)
-            arrive(rings.k.empty.index(block % STAGES))
-            mbarrier.wait(rings.v.full.index(0), block & 1)
-            arrive(rings.v.empty.index(0))
-        blocks_before += skipped
+        blocks_before = skip_key_blocks(blocks_before, skipped, rings)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
         first = (batch * sizes.heads + head) * sizes.q_len
         lse = gl.load(of_rows.Lse + (first + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
+        if SPEC.SOFTCAP > 0:
+            lse -= SPEC.SOFTCAP * LOG2_E
         lse = gl.where(lse == float("-inf"), float("inf"), lse)  # P is 0 there
         delta = gl.load(of_rows.Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
+        alibi = alibi_of(head, first_row, sizes)
+        begin = first_key_block(first_row, batch, sizes, SPEC)
+        if SPEC.BOUNDED:
+            first_seen = first_keys(rows, batch, sizes.bounds)
+            last_row = gl.minimum(first_row + ROWS, sizes.q_len) - 1
+            whole = gl.cdiv(first_keys(last_row, batch, sizes.bounds), KEYS)  # the first block that none cuts
         dq = no_sums(ROWS, SPEC.HEAD_DIM)
         zeros = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
         mbarrier.wait(rings.q.full.index(WHICH), ordinal & 1)
         mbarrier.wait(rings.d_out.full.index(WHICH), ordinal & 1)
-        for passed in range(blocks):
+        for passed in range(blocks - begin):
             left = opaque(blocks - 1 - passed)  # opaque: 4 B are spilled otherwise
             bias = zeros
             if passed < CUT:
                 bias = mask_scores(zeros, first_row, left * KEYS, sizes, SPEC)
+            if SPEC.BOUNDED and left < whole:
+                bias = mask_before(bias, first_seen, left * KEYS)
             dq = process_keys(
-                dq, bias, lse, delta, blocks_before + passed, left == 0, rings, scale, WHICH, SPEC
-            )
-        blocks_before += blocks
+                dq, bias, lse, delta, alibi, left * KEYS, blocks_before + passed, left == begin, rings, scale,
+                WHICH, SPEC,
+            )  # fmt: skip
+        blocks_before += blocks - begin
+        if SPEC.BOUNDED:
+            skipped = begin - first_key_block(tile_row, batch, sizes, SPEC)
+            blocks_before = skip_key_blocks(blocks_before, skipped, rings)
         # Decoded again: kept live through the loop, they would take registers.
         tile_row, head, batch = decode_tile(opaque(index), sizes, SPEC)
         first_row = tile_row + WHICH * ROWS
@@ -124,10 +150,13 @@ def consume_keys(
 
 
 @gluon.jit
-def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.constexpr, SPEC: gl.constexpr):
+def process_keys(
+    dq, bias, lse, delta, alibi, first_key, block, last, rings, scale, WHICH: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
     """dq, as `no_sums` returns it, and what a block of keys adds to it.
 
-    bias: initial accumulator of S, -inf at masked elements. last: whether Q and dO are released after dP.
+    bias: initial accumulator of S, -inf at masked elements. lse: base 2, with softcap minus the cap. alibi: an Alibi
+    or None. first_key: of the block. last: whether Q and dO are released after dP.
     """
     dtype: gl.constexpr = rings.k.tiles.dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
@@ -136,33 +165,40 @@ def process_keys(dq, bias, lse, delta, block, last, rings, scale, WHICH: gl.cons
     q = rings.q.tiles.index(own).reshape([ROWS, WIDTH])
     d_out = rings.d_out.tiles.index(own).reshape([ROWS, WIDTH])
     k = rings.k.tiles.index(stage).reshape([KEYS, WIDTH])
-    v = rings.v.tiles.index(0).reshape([KEYS, WIDTH])
+    # 0, hidden too where a feature needs registers: 4 to 84 B are spilled otherwise
+    only = block >> 30 if SPEC.BOUNDED or SPEC.SOFTCAP > 0 or alibi is not None else 0
+    v = rings.v.tiles.index(only).reshape([KEYS, WIDTH])
     zeros = gl.zeros([ROWS, KEYS], gl.float32, bias.type.layout)
     mbarrier.wait(rings.k.full.index(stage), block // STAGES & 1)
     s = multiply_columns(q, k, bias, True, SPEC.HEAD_DIM)
     mbarrier.wait(rings.v.full.index(0), block & 1)
     dp = multiply_columns(d_out, v, zeros, False, SPEC.HEAD_DIM)
     s = warpgroup_mma_wait(parts_of(SPEC.HEAD_DIM), [s])
-    p = gl.exp2(s * (scale * LOG2_E) - lse[:, None])
+    if alibi is not None:
+        of_ds = gl.exp2(modify_scores(s, scale * LOG2_E, alibi, first_key, SPEC) - lse[:, None])
+    else:
+        _, of_ds = probabilities(s, lse[:, None], scale * LOG2_E, SPEC.SOFTCAP)
     dp = warpgroup_mma_wait(0, [dp])
     arrive(rings.v.empty.index(0))
     arrive(rings.q.empty.index(own), last)
     arrive(rings.d_out.empty.index(own), last)
-    ds = gl.convert_layout((p * (dp - delta[:, None])).to(dtype), operand)
+    ds = gl.convert_layout((of_ds * (dp - delta[:, None])).to(dtype), operand)
     # The register operand stays live until it has been read: ptxas before 13.3 reuses its registers at once.
     dq, _ = wait_keeping(multiply_into(ds, k, dq, SPEC.HEAD_DIM), (ds,), 0)
     arrive(rings.k.empty.index(stage))
     return dq
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles"])
+@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left"])
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, stride_dqb, stride_dqh, stride_dqm,
-    q_len, kv_len, heads, batches, heads_per_group, tiles, scale, SPEC: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, DocumentStart, Slopes,
+    stride_dqb, stride_dqh, stride_dqm,
+    q_len, kv_len, heads, batches, heads_per_group, tiles, left, scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """dQ. Grid: (programs,), one for each SM but no more than there are tiles of 128 queries.
 
     The descriptors move (1, 1, 64, 256). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32 0.
+    DocumentStart, left: if SPEC.BOUNDED (bounds.py), else None, as Slopes (heads,) without ALiBi.
     """
     if SPEC.HEAD_DIM % 16 != 0:  # as in `store_rows`
         stride_dqb, stride_dqh = stride_dqb // 8 * 8, stride_dqh // 8 * 8
@@ -170,8 +206,11 @@ def dq_kernel(
         make_ring(q_desc, 2, 1), make_ring(do_desc, 2, 1), make_ring(k_desc, STAGES, 2), make_ring(v_desc, 1, 2)
     )  # fmt: skip
     absent: gl.constexpr = None
+    bounds: gl.constexpr = None
+    if SPEC.BOUNDED:
+        bounds = Bounds(DocumentStart, None, left, q_len)
     sizes = ForwardSizes(
-        q_len, kv_len, heads, batches, heads_per_group, tiles, absent, absent, absent, absent, absent
+        q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, absent, absent, absent, Slopes
     )
     claims = make_claims(2)
     fence_async_shared()  # make the initialised barriers visible to TMA
