@@ -160,7 +160,7 @@ def consume(
         if WIDTH == 64 and WHICH == 0:
             tma.store_wait(0)
             gl.barrier()
-        # Release the previous item's last dS tile, which finish_dq read and, at head_dim 64, `store_dk_dv` reused.
+        # Release the previous item's last dS tile, which finish_dq read and, at width 64, `store_dk_dv` reused.
         if DQ_DELAY and ordinal > 0:
             arrive(shared.ds.empty[WHICH].index((tiles_before - 1) % STAGES))
         if sizes.KvLengths is not None:
@@ -264,7 +264,7 @@ def process_query_tile(
     stage = tile % STAGES
     phase = tile // STAGES & 1
     # Always 0, but the compilers cannot tell. Otherwise they hoist the wgmma descriptors of the loop-invariant
-    # operands out of the loop, which are more than there are uniform registers, and spill them. At head_dim 64
+    # operands out of the loop, which are more than there are uniform registers, and spill them. At width 64
     # without the delay only dQ's product needs it (LOG.md).
     MODIFIED: gl.constexpr = SOFTCAP > 0 or slope is not None
     opaque_zero = tile >> 30 if MODIFIED else (step + sizes.q_len) >> 31  # q_len takes a register
@@ -277,7 +277,7 @@ def process_query_tile(
     mbarrier.wait(shared.queries.full.index(stage), phase)
     s = multiply_columns(k, q, bias, MASKED, COLUMNS)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
-    # dP runs under the exponentials; with score modifiers at head_dim 64, after dV, or up to 44 B are spilled.
+    # dP runs under the exponentials; with score modifiers at width 64, after dV, or up to 44 B are spilled.
     EARLY: gl.constexpr = DROP is None and not (MODIFIED and WIDTH == 64)
     if EARLY:
         dp = multiply_columns(v, d_out, zeros, False, COLUMNS)
@@ -347,7 +347,7 @@ def process_query_tile(
 
 @gluon.jit
 def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constexpr):
-    """Start the TMA stores of dK and dV. At head_dim 64 they are staged in the last dS tile, so that the next item's
+    """Start the TMA stores of dK and dV. At width 64 they are staged in the last dS tile, so that the next item's
     K and V can be loaded meanwhile; at 128 they do not fit there and are staged in K's and V's own tiles."""
     WIDTH: gl.constexpr = shared.k_tiles.shape[4]
     dtype: gl.constexpr = shared.k_tiles.dtype

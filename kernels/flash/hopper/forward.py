@@ -168,7 +168,7 @@ def pipelined_step(
     scores = issue_qk(rings, slot, next_stage, next_phase, SPEC.BLOCK_N, SPEC)
     if SPEC.DROP is not None:
         # Drawn between two waits, across which ptxas moves nothing; else it would draw before Q K^T, or after its
-        # end. With head_dim 128 the first wait costs registers, and up to 20 B are spilled.
+        # end. At width 128 the first wait costs registers, and up to 20 B are spilled.
         if rings.q.tiles.shape[4] == 64:
             mbarrier.wait(rings.k.full.index(next_stage), next_phase)
         draw = Draw(gl.load(sizes.Seed), batch, head, first_row, first_key)
@@ -218,7 +218,7 @@ def attend(
     else:
         end = key_end(batch, sizes)
         if SPEC.DROP is not None and not SPEC.CAUSAL:
-            end = opaque(end)  # or 12 B are spilled with head_dim 128
+            end = opaque(end)  # or 12 B are spilled at width 128
         blocks = count_key_blocks(first_row + ROWS, end, sizes, SPEC)
         skipped = count_key_blocks(tile_row + ROWS * SPEC.CONSUMERS, end, sizes, SPEC) - blocks
         stage, phase = skip_key_blocks(skipped, rings, stage, phase, SPEC)

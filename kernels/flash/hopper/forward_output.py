@@ -73,7 +73,7 @@ def store_columns(
     if output.OutLow is not None:
         low = (out - rounded.to(gl.float32)).to(rounded.dtype)
         if SPEC.DROP is not None:
-            first_row = opaque(first_row)  # or addresses are shared, and 12 B spilled with head_dim 128
+            first_row = opaque(first_row)  # or addresses are shared, and 12 B spilled at width 128
         store_rows(output.OutLow, low, output, first_row, head, batch, sizes, FIRST, SPEC)
 
 
@@ -106,6 +106,6 @@ def store_rows(
 def release_stored(ordinal, rings, WHICH: gl.constexpr, SPEC: gl.constexpr):
     """If SPEC.OUT_BY_TMA: once the previous tile's out has left the slot of its Q, release the slot."""
     tma.store_wait(0)
-    gl.barrier()  # above head_dim 64 two warps have stored a half each, and one thread arrives
+    gl.barrier()  # above width 64 two warps have stored a half each, and one thread arrives
     before = q_slot(gl.maximum(ordinal - 1, 0), WHICH, SPEC)
     arrive(rings.q.empty.index(before), ordinal > 0)
