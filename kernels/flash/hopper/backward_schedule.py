@@ -24,7 +24,7 @@ from .scheduler import broadcast, issue_claim
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q, dO, dS and dQ
 HALF = gl.constexpr(64)  # keys of a consumer warpgroup: M of one wgmma
-# tile width -> queries in a tile. A warpgroup's S and dP fill half of its registers, or a quarter; dK and dV the rest.
+# Tile width -> its queries. A warpgroup's S and dP fill half of its registers, or a quarter; dK and dV the rest.
 BLOCK_M = {64: 128, 128: 64}
 
 
