@@ -31,7 +31,13 @@ def test_a_lost_rank_is_named_and_the_run_is_saved_where_it_was(
     started, user_environment, tiny, tmp_path, ranks, lost, sent
 ):
     # Learns slowly: sums over two ranks and one differ, and in hundreds of steps their losses once grew 1.1e-4 apart.
-    long = [*tiny, "trainer.steps=100000", "schedule=constant", "schedule.warmup_fraction=0", "optimizer.lr=1e-4"]
+    long = [
+        *tiny,
+        "trainer.steps=100000",
+        "schedule=constant",
+        "schedule.warmup_fraction=0",
+        "optimizer.lr=1e-4",
+    ]
     launcher = started_on(ranks, [*long, "hydra.run.dir=run"], tmp_path, user_environment)
     wait_until(lambda: logged(tmp_path / "run") > 5, launcher)
     known = logged(tmp_path / "run")
