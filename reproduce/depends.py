@@ -212,6 +212,13 @@ FASTER_SINCE |= dict.fromkeys(
         "head_dim up to 128: the forward took 0.98 to 1.10 of the time that it takes now", _is_stored_by_tma
     ),
 )
+FASTER_SINCE |= dict.fromkeys(
+    ("5bf11dbfb7", "90f78043a1", "9a1d746cad", "a0bd9752df"),
+    Outrun(
+        "head_dim above 128: the forward did not wait for a Q that lands late, as it does now; not timed again",
+        _is_wide,
+    ),
+)
 FASTER_SINCE["041cffd4e2"] = Outrun(
     "16 x 8 heads of 256 and 512 queries at head_dim 64, full, and 1,024 heads of 128 at 256: "
     "the backward took up to 1.12, at 256 up to 1.35 of the time that it takes now",

@@ -355,6 +355,16 @@ def test_forward_of_long_sequences(
     check("forward", machine, q_len, kv_len, head_dim, causal)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "programs"), [(7, 2), (34, 2), (37, 1), (7, 3), (58, 2)])
+@pytest.mark.parametrize("head_dim", [160, 256])
+def test_a_q_that_lands_after_its_tiles_keys(machine, head_dim: int, seed: int, programs: int) -> None:
+    """In orders of events in which, of three slots, another consumer's Q was taken for the next tile's."""
+    tensors = inputs(200, 100, head_dim, torch.float16, batch=2, heads=2, kv_heads=1)
+    machine |= {"programs": programs, "seed": seed}
+    assert not run("forward", tensors, False, {})["out"].isnan().any()
+
+
 def test_head_dims_that_share_a_kernel_multiply_the_same_columns() -> None:
     """The backward up to head_dim 128 is compiled for `multiplied`; no column of head_dim is left out."""
     for head_dim in range(8, 257, 8):

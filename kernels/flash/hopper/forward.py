@@ -84,9 +84,20 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
         if SPEC.LISTED:
             first_key = gl.load(List + blocks - passed) * SPEC.BLOCK_N
         fetch(k_desc, [batch, kv_head, first_key, 0], rings.k, stage, phase)
+        if SPEC.Q_SLOTS < 2 * SPEC.CONSUMERS:
+            wait_for_queries(ordinal, rings, SPEC)
         fetch(v_desc, [batch, kv_head, first_key, 0], rings.v, stage, phase)
         stage, phase = next_position(stage, phase, SPEC.STAGES)
     return stage, phase
+
+
+@gluon.jit
+def wait_for_queries(ordinal, rings, SPEC: gl.constexpr):
+    """Wait until the tile's Qs have been loaded. With three slots a consumer's next Q follows the other consumer's in
+    its slot, where one parity means both that it has been loaded and that the one before has not: after a short tile,
+    whose keys and values came before the other's Q, a consumer would take that one."""
+    for which in gl.static_range(SPEC.CONSUMERS):
+        mbarrier.wait(rings.q.full.index(q_slot(ordinal, which, SPEC)), q_phase(ordinal, which, SPEC))
 
 
 @gluon.jit
