@@ -128,6 +128,33 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "length", "bound", "together"),
+    [
+        (1, 16, 16384, "causal", 4),  # as many heads as have K and V of 32 MB
+        (1, 16, 16384, "window", 4),
+        (1, 16, 16384, "documents", 16),
+        (1, 8, 16384, "documents", 16),
+        (2, 20, 16384, "documents", 20),
+        (4, 16, 4096, "documents", 16),
+    ],
+)
+def test_heads_side_by_side_in_the_forward(
+    batch: int, kv_heads: int, length: int, bound: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With documents at least 16, of the queries' heads."""
+    prepared: list[tuple[object, ...]] = []
+    monkeypatch.setattr(hopper, "launch", lambda pointers, key, prepare, *_: prepared.append(prepare()[2]))
+    heads = max(kv_heads, 16)
+    q, out = (torch.empty(batch, heads, length, 128, device="meta") for _ in range(2))
+    k, v = (torch.empty(batch, kv_heads, length, 128, device="meta") for _ in range(2))
+    starts = torch.empty(batch, length, device="meta") if bound == "documents" else None
+    options = Options(True, 0.1, left=1024 if bound == "window" else -1)
+    monkeypatch.setattr(hopper, "sm_count", lambda device: 132)
+    hopper.forward(q, k, v, out, out, torch.empty(0), Tensors(document_starts=starts), options)
+    assert prepared[0][5:8] == (heads, batch, together)
+
+
 def backward(q_len: int, kv_len: int, causal: bool, seed: int, **given: object):
     """Ask for a backward; returns its gradients, NaN until the stream has run, and how to check them."""
     batch = 3 if given else 1

@@ -29,6 +29,8 @@ CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K a
 # Warps of the passes before and after the backward, up to head_dim 128. With 4 the whole took 1.02 to 1.12 of the
 # time at 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and 1.00 to 1.01 at 16k tokens of head_dim 128.
 BESIDE = {"num_warps": 8}
+# Heads side by side in the forward with documents, at least: by count 0.93 of the time of 4 (16k tokens at 128).
+WITH_DOCUMENTS = 16
 HEADS = 128  # with few tiles: fewer, in small groups, give the busiest program up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
@@ -83,7 +85,8 @@ def forward(
     def prepare() -> Launch:
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         few = has_few_tiles(head_dim, q_len, heads // kv_heads, *features) and heads * batch >= HEADS
-        groups = _forward_heads_per_group(k, heads // kv_heads, spec.DYNAMIC.value, few) if causal else 1
+        tiling, documents = (spec.DYNAMIC.value, few), tensors.document_starts is not None
+        groups = _forward_heads_per_group(k, heads // kv_heads, *tiling, documents) if causal else 1
         sizes = (q_len, kv_len, heads, batch, groups, tiles, _left(left, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
@@ -106,7 +109,7 @@ def forward(
         launch((out, *pointers), key, prepare, (q, k, v), _describe_forward)
 
 
-def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool) -> int:
+def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool, documents: bool = False) -> int:
     """Query heads in a scheduling group, where tiles are sorted by number of keys. group: query heads per key head.
 
     Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
@@ -114,6 +117,9 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool) ->
     busiest of 132 programs then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache. If
     a head has few tiles, and there are `HEADS` or more, the smallest groups balance too, and read a head's keys
     together: 0.94 to 1.00 of the time (LOG.md). few: whether that is so.
+
+    With documents the last tiles of a group are not those with the fewest keys, and a program claims its tiles up to
+    two ahead: in a last group of few heads, a program has long tiles left when the others have none.
     """
     if few:
         return 1 if k.shape[3] > 64 else 2
@@ -122,6 +128,8 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool) ->
     batch, kv_heads, kv_len, head_dim = k.shape
     flat_heads = batch * kv_heads
     groups = triton.cdiv(flat_heads * 4 * kv_len * head_dim, CACHED)
+    if documents:
+        groups = min(groups, max(1, group * flat_heads // WITH_DOCUMENTS))
     return group * triton.cdiv(flat_heads, groups)
 
 
