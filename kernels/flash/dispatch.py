@@ -64,6 +64,7 @@ class Faster(NamedTuple):
 # `auto` takes the Hopper kernels of a pass where, for "" and for each feature in use, a row takes the call. Comments:
 # their time over the portable kernels' (kernels/log/dispatch.md), for what the row takes; "few": for fewer tiles.
 AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # the rows of a feature that has none below
+WIDE_TOO = (*AS_WITHOUT, Faster(136, 256, tiles=512))
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", ""): (
         Faster(64, 64, tiles=256),  # 0.75 to 1.02, at 256 tiles up to 1.24; few 0.89 to 1.22
@@ -82,6 +83,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", "window"): (
         Faster(64, 64, tiles=512),  # 0.86 to 1.01; few 1.07 to 1.11
         Faster(128, 128, tiles=512),  # 0.74 to 0.95; few 1.06 to 1.14
+        Faster(136, 256, tiles=512),
     ),
     ("backward", ""): (
         Faster(64, 64, tiles=256),  # 0.64 to 1.02; few 0.82 to 1.48
@@ -92,6 +94,12 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(136, 256, 256),  # 0.41 to 0.63; few 0.54 to 0.93, but at 128 queries 1.04 to 1.12
         Faster(256, 256, tiles=1024),  # at 128 queries 0.74 and 0.76
     ),
+    ("backward", "window"): WIDE_TOO,
+    **{
+        (which, name): WIDE_TOO
+        for which in ("forward", "backward")
+        for name in ("alibi_slopes", "cu_seqlens", "softcap")
+    },
     ("backward", "kv_lengths"): (
         Faster(64, 64),
         Faster(128, 128, tiles=256),  # 0.58 to 0.93; few 0.96 to 1.12

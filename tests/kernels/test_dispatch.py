@@ -29,7 +29,13 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         ("", {}, "hopper", "hopper", None),
         ("softcap", {}, "hopper", "hopper", None),
-        ("softcap", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with softcap, not 80"),
+        (
+            "softcap",
+            {"head_dim": 80},
+            "triton",
+            "triton",
+            "head_dim 64 or 128 or 136 to 256 with softcap, not 80",
+        ),
         ("softcap window", {}, "hopper", "hopper", None),
         ("softcap kv_lengths", {}, "triton", "triton", "attention without kv_lengths combined with softcap"),
         ("alibi_slopes window", {}, "hopper", "hopper", None),
@@ -148,7 +154,13 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", {"head_dim": 256, "length": 128}, "hopper", "hopper", None),  # what is open is assumed to suit
         ("", {"head_dim": 256, "length": 128, "heads": 512}, "hopper", "triton", None),
         ("", {"head_dim": 192, "length": 128, "heads": 1024}, "hopper", "triton", None),
-        ("window", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with window, not 80"),
+        (
+            "window",
+            {"head_dim": 80},
+            "triton",
+            "triton",
+            "head_dim 64 or 128 or 136 to 256 with window, not 80",
+        ),
         ("", {"head_dim": 32, "tier": "hopper"}, "hopper", "hopper", None),
         ("", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
         ("window", {"head_dim": 136, "tier": "hopper"}, "hopper", "hopper", None),
@@ -206,12 +218,13 @@ def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pyte
 
 @pytest.mark.parametrize("head_dim", [136, 160, 192, 256])
 @pytest.mark.parametrize("features", ["window", "cu_seqlens", "softcap", "alibi_slopes", "softcap window"])
-def test_auto_keeps_features_above_128_on_the_portable_backward(features: str, head_dim: int) -> None:
-    """The Hopper backward has them there, but was not timed with them."""
-    asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": head_dim}
-    asked |= {"features": frozenset(features.split()), "length": 4096, "heads": 1024, "causal": True}
-    assert dispatch.choose("backward", AttentionRequest(**asked)).kernels == "triton"
-    assert dispatch.choose("backward", AttentionRequest(**asked, tier="hopper")).kernels == "hopper"
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_auto_takes_features_above_128_with_many_tiles(which: str, features: str, head_dim: int) -> None:
+    asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": head_dim, "length": 1024}
+    asked |= {"features": frozenset(features.split()), "causal": True}
+    assert dispatch.choose(which, AttentionRequest(**asked, heads=64)).kernels == "hopper"
+    assert dispatch.choose(which, AttentionRequest(**asked, heads=63)).kernels == "triton"
+    assert dispatch.choose(which, AttentionRequest(**asked, heads=63, tier="hopper")).kernels == "hopper"
 
 
 def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it(
