@@ -56,6 +56,7 @@ from .flash.hopper import backward, backward_schedule, dq, forward, forward_sche
 from .flash.hopper import spec as forward_spec
 from .flash.hopper.descriptors import layout_of, tile_width
 from .flash.hopper.dropout import drop_of
+from .flash.hopper.forward_tiles import box_width
 from .flash.hopper.primitives import compile_options
 from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
@@ -307,7 +308,9 @@ def _descriptor(name: str, job: Job) -> str:
         rows = queries if name in ("q_desc", "do_desc", "out_desc", "Out") else keys
         if job.kernel == "flash3_unspecialised":
             rows = flash3.BLOCK.value
-        block, dtype = (1, 1, rows, tile_width(job.head_dim)), torch.bfloat16
+        forward_input = job.kernel == "hopper_forward" and name != "Out"
+        columns = box_width(job.head_dim) if forward_input else tile_width(job.head_dim)
+        block, dtype = (1, 1, rows, columns), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 
 

@@ -484,6 +484,10 @@ class _Emulated:
         size = math.prod(shape)
         return memory._view(lambda x: x.reshape(-1).view(dtype)[:size].view(shape))
 
+    def on_halves_of(self, tile: Shared, layout: object) -> Shared:  # their swizzled columns are not emulated
+        rows, columns = tile.shape[2:]
+        return tile._view(lambda x: x.view(rows, 2, columns // 2).permute(1, 0, 2)[:, None, None])
+
     def on_unstack(self, x: Registers) -> tuple[Registers, ...]:
         return x.clone().unbind(-1)  # += is in place here, and a value of its own on a GPU
 

@@ -18,6 +18,7 @@ from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper.columns import first_of, multiplied, rest_of
 from kernels.flash.hopper.descriptors import layout_of, tile_width
+from kernels.flash.hopper.forward_tiles import box_width, is_split
 from kernels.flash.hopper.pipeline import fetch, make_ring
 from kernels.flash.hopper.spec import specify
 from kernels.flash.masks import block_lists, document_bounds
@@ -217,7 +218,7 @@ def test_block_masks(machine, which: str, head_dim: int, causal: bool) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("which", "head_dim"),
-    [("forward", 64), ("backward", 64), ("forward", 256)]
+    [("forward", 64), ("backward", 64), ("forward", 160), ("forward", 256)]
     + [pytest.param(which, 128, marks=SLOW) for which in ("forward", "backward")],
 )
 @pytest.mark.parametrize("bound", ["documents", "window"])
@@ -339,7 +340,7 @@ def test_forward_whose_tiles_are_dealt_and_out_stored_by_tma(
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=SLOW)])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, pytest.param(256, marks=SLOW)])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), pytest.param(400, 130, marks=SLOW)])
 def test_forward_of_long_sequences(
     machine, monkeypatch, q_len: int, kv_len: int, head_dim: int, causal: bool
@@ -371,6 +372,15 @@ def test_head_dims_that_share_a_kernel_multiply_the_same_columns() -> None:
         columns = multiplied(head_dim)
         assert head_dim <= columns <= tile_width(head_dim)
         assert [first_of(columns), rest_of(columns)] == [first_of(head_dim), rest_of(head_dim)]
+
+
+def test_the_forwards_two_tiles_have_all_columns_that_are_multiplied() -> None:
+    """128 and 64, three times what a descriptor moves."""
+    split = [head_dim for head_dim in range(8, 257, 8) if is_split(head_dim)]
+    assert split == list(range(136, 193, 8))
+    for head_dim in split:
+        assert (first_of(head_dim), box_width(head_dim)) == (128, 64)
+        assert rest_of(head_dim) <= 64
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 forward.py, backward.py         the kernels; backward_loads.py: two of the backward's warps
 wide_dkdv.py, wide_dq.py        the backward above head_dim 128
-forward_output.py                how the forward's output leaves
+forward_tiles.py, forward_output.py   the forward's Q, K and V in shared memory; how its output leaves
 spec.py                          what the forward knows of a call at compile time
 forward_schedule.py, backward_schedule.py   the tiles and work items that a program takes, and their order
 scheduler.py                     dynamic scheduling: programs claim them by a counter

@@ -1,6 +1,7 @@
 """Which columns of a tile are multiplied, and results that have head_dim columns.
 
 Tiles have 64, 128 or 256 columns (`tile_width`), as Gluon's shapes are powers of two; TMA fills them up with zeros.
+In place of 256 the forward has 128 and 64, where that is enough (forward_tiles.py).
 If at least half of the second half is zeros, only the columns there that head_dim needs are multiplied, up to the
 next power of two: at 32 and below, 32 in place of 64; at 96, 64 + 32 in place of 128; at 160, 128 + 32 in place of
 256. So a sum over columns is issued as one product or two, and out, dK, dV and, above head_dim 128, dQ are tuples of
@@ -66,15 +67,29 @@ def columns_of(tile, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_columns(a, b, acc, USE_ACC: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Issue a b^T, plus acc if USE_ACC, asynchronously, in `parts_of` products. a, b: tiles of (rows, width)."""
+def parts_of_tile(tile, HEAD_DIM: gl.constexpr):
+    """The columns of a tile (rows, width) that are multiplied, as a tuple of tiles, one for each product."""
     FIRST: gl.constexpr = first_of(HEAD_DIM)
     REST: gl.constexpr = rest_of(HEAD_DIM)
-    other = columns_of(b, 0, FIRST).permute((1, 0))
-    acc = warpgroup_mma(columns_of(a, 0, FIRST), other, acc, use_acc=USE_ACC, is_async=True)
+    first = columns_of(tile, 0, FIRST)
     if REST > 0:
-        other = columns_of(b, FIRST, REST).permute((1, 0))
-        acc = warpgroup_mma(columns_of(a, FIRST, REST), other, acc, is_async=True)
+        return first, columns_of(tile, FIRST, REST)
+    else:
+        return (first,)
+
+
+@gluon.jit
+def multiply_columns(a, b, acc, USE_ACC: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """`multiply_parts` of tiles of (rows, width)."""
+    return multiply_parts(parts_of_tile(a, HEAD_DIM), parts_of_tile(b, HEAD_DIM), acc, USE_ACC)
+
+
+@gluon.jit
+def multiply_parts(a, b, acc, USE_ACC: gl.constexpr):
+    """Issue a b^T, plus acc if USE_ACC, asynchronously. a, b: as `parts_of_tile` returns them."""
+    acc = warpgroup_mma(a[0], b[0].permute((1, 0)), acc, use_acc=USE_ACC, is_async=True)
+    if len(a) == 2:
+        acc = warpgroup_mma(a[1], b[1].permute((1, 0)), acc, is_async=True)
     return acc
 
 
@@ -92,12 +107,16 @@ def no_sums(ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def multiply_into(a, b, sums, HEAD_DIM: gl.constexpr):
-    """Issue sums + a b, asynchronously. a: a register operand for the first of the sums. b: a tile of (.., width)."""
-    FIRST: gl.constexpr = first_of(HEAD_DIM)
-    REST: gl.constexpr = rest_of(HEAD_DIM)
-    first = warpgroup_mma(a, columns_of(b, 0, FIRST), sums[0], is_async=True)
-    if REST > 0:
-        return first, warpgroup_mma(a, columns_of(b, FIRST, REST), sums[1], is_async=True)
+    """`multiply_parts_into` of b, a tile of (.., width)."""
+    return multiply_parts_into(a, parts_of_tile(b, HEAD_DIM), sums)
+
+
+@gluon.jit
+def multiply_parts_into(a, b, sums):
+    """Issue sums + a b, asynchronously. a: a register operand for the first of the sums. b: a tuple of tiles."""
+    first = warpgroup_mma(a, b[0], sums[0], is_async=True)
+    if len(b) == 2:
+        return first, warpgroup_mma(a, b[1], sums[1], is_async=True)
     else:
         return (first,)
 

@@ -32,9 +32,10 @@ def tile_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def rows_of(x: torch.Tensor, rows: int) -> Descriptor:
-    """The descriptor of x (batch, heads, length, head_dim), moving `rows` rows of one head at a time."""
-    return Descriptor(x, (1, 1, rows, tile_width(x.shape[3])))
+def rows_of(x: torch.Tensor, rows: int, columns: int | None = None) -> Descriptor:
+    """The descriptor of x (batch, heads, length, head_dim), moving `rows` rows of one head at a time, or `columns` of
+    their columns."""
+    return Descriptor(x, (1, 1, rows, columns or tile_width(x.shape[3])))
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .block_masks import LISTS, Blocks, count_visited, list_of
 from .bounds import Bounds, first_keys
-from .columns import multiply_columns, multiply_into, no_sums, parts_of, rescale_sums, wait_for_sums
+from .columns import multiply_parts, multiply_parts_into, no_sums, parts_of, rescale_sums, wait_for_sums
 from .dropout import Draw, draw_words, drop
 from .forward_output import Output, release_stored, store_output
 from .forward_schedule import (
@@ -39,9 +39,10 @@ from .forward_schedule import (
     q_slot,
     static_tile,
 )
+from .forward_tiles import SplitRing, fetch_rows, make_tiles, tile_at
 from .masks import mask_before, mask_scores
 from .padding import clear_padding, key_end, mask_padding
-from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
+from .pipeline import LOG2_E, Ring, arrive, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import alibi_of, modify_scores, score_exp2_scale
 from .softmax import first_softmax, pack, softmax, unpack, widen
@@ -50,9 +51,9 @@ from .softmax import first_softmax, pack, softmax, unpack, widen
 class Rings(NamedTuple):
     """The producer-to-consumer pipelines, one for each operand."""
 
-    q: Ring
-    k: Ring
-    v: Ring
+    q: Ring | SplitRing
+    k: Ring | SplitRing
+    v: Ring | SplitRing
 
 
 @gluon.jit
@@ -72,7 +73,7 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
     for which in gl.static_range(SPEC.CONSUMERS):
         slot = q_slot(ordinal, which, SPEC)
         row = first_row + which * ROWS
-        fetch(q_desc, [batch, head, row, 0], rings.q, slot, q_phase(ordinal, which, SPEC))
+        fetch_rows(q_desc, batch, head, row, rings.q, slot, q_phase(ordinal, which, SPEC), SPEC.HEAD_DIM)
     if SPEC.LISTED:
         List = list_of(first_row // SPEC.BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
@@ -83,10 +84,10 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
         first_key = (blocks - 1 - passed) * SPEC.BLOCK_N
         if SPEC.LISTED:
             first_key = gl.load(List + blocks - passed) * SPEC.BLOCK_N
-        fetch(k_desc, [batch, kv_head, first_key, 0], rings.k, stage, phase)
+        fetch_rows(k_desc, batch, kv_head, first_key, rings.k, stage, phase, SPEC.HEAD_DIM)
         if SPEC.Q_SLOTS < 2 * SPEC.CONSUMERS:
             wait_for_queries(ordinal, rings, SPEC)
-        fetch(v_desc, [batch, kv_head, first_key, 0], rings.v, stage, phase)
+        fetch_rows(v_desc, batch, kv_head, first_key, rings.v, stage, phase, SPEC.HEAD_DIM)
         stage, phase = next_position(stage, phase, SPEC.STAGES)
     return stage, phase
 
@@ -141,26 +142,22 @@ def skip_key_blocks(blocks, rings, stage, phase, SPEC: gl.constexpr):
 @gluon.jit
 def issue_qk(rings, slot, stage, phase, SEEN: gl.constexpr, SPEC: gl.constexpr):
     """Issue q k^T for the first SEEN keys of `stage`, asynchronously: float32 (ROWS, SEEN)."""
-    BLOCK_N: gl.constexpr = rings.k.tiles.shape[3]
-    WIDTH: gl.constexpr = rings.q.tiles.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SEEN, 16])
-    q = rings.q.tiles.index(slot).reshape([ROWS, WIDTH])
-    k = rings.k.tiles.index(stage).reshape([BLOCK_N, WIDTH])
-    if SEEN < BLOCK_N:
-        k = k.slice(0, SEEN)
+    q = tile_at(rings.q, slot, ROWS, SPEC.HEAD_DIM)
+    k = tile_at(rings.k, stage, SEEN, SPEC.HEAD_DIM)
     nothing = gl.zeros([ROWS, SEEN], gl.float32, layout)
     mbarrier.wait(rings.k.full.index(stage), phase)
-    return multiply_columns(q, k, nothing, False, SPEC.HEAD_DIM)
+    return multiply_parts(q, k, nothing, False)
 
 
 @gluon.jit
 def issue_pv(p, accs, rings, stage, phase, SPEC: gl.constexpr):
     """Issue accs + p v for the values of `stage`, asynchronously. p: packed, as `pack` returns it."""
-    v = rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, rings.v.tiles.shape[4]])
+    v = tile_at(rings.v, stage, SPEC.BLOCK_N, SPEC.HEAD_DIM)
     p = unpack(p, rings.v.tiles.dtype, accs[0].type.layout)
     if not SPEC.EXP_BEFORE_WAIT:
         mbarrier.wait(rings.v.full.index(stage), phase)
-    return multiply_into(p, v, accs, SPEC.HEAD_DIM)
+    return multiply_parts_into(p, v, accs)
 
 
 @gluon.jit
@@ -331,16 +328,16 @@ def hopper_forward_kernel(
 ):  # fmt: skip
     """out = softmax(q k^T * scale) v, and lse. Grid: (programs,), one for each SM but no more than there are tiles.
 
-    The descriptors move (1, 1, 64, tile_width) of Q and (1, 1, BLOCK_N, tile_width) of K and V. Out: a descriptor as
+    The descriptors move (1, 1, 64, box_width) of Q and (1, 1, BLOCK_N, box_width) of K and V. Out: a descriptor as
     of Q if SPEC.OUT_BY_TMA, else a pointer. Lse: float32 (batch, heads, q_len), contiguous. OutLow: what rounding
     took from out, laid out as Out, or None. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (scheduler.py).
     DocumentStart, left: if SPEC.BOUNDED (bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys,
     if SPEC.LISTED (block_masks.py). KvLengths: int32 (batch,), or None. Seed: int64, if SPEC.DROP. Sinks, Slopes (of
     ALiBi): (heads,), or None.
     """
-    q = make_ring(q_desc, SPEC.Q_SLOTS, 1)
-    k = make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS)
-    v = make_ring(v_desc, SPEC.STAGES, SPEC.CONSUMERS)
+    q = make_tiles(q_desc, SPEC.Q_SLOTS, 1, SPEC.HEAD_DIM)
+    k = make_tiles(k_desc, SPEC.STAGES, SPEC.CONSUMERS, SPEC.HEAD_DIM)
+    v = make_tiles(v_desc, SPEC.STAGES, SPEC.CONSUMERS, SPEC.HEAD_DIM)
     rings = Rings(q, k, v)
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:

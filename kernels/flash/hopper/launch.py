@@ -16,6 +16,7 @@ from .dq import SUM_BLOCK, delta_kernel, round_kernel, sum_block
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS
+from .forward_tiles import box_width
 from .padding import clear_kernel
 from .primitives import OVERLAPPED, compile_options
 from .spec import FEW, block_n, has_few_tiles, specify
@@ -139,8 +140,9 @@ def _left(left: int, apart: int) -> int:
 
 
 def _describe_forward(q: Tensor, k: Tensor, v: Tensor, *out: Tensor) -> tuple[Descriptor, ...]:
-    rows, keys = ROWS.value, block_n(q.shape[3])
-    return rows_of(q, rows), rows_of(k, keys), rows_of(v, keys), *(rows_of(x, rows) for x in out)
+    rows, keys, columns = ROWS.value, block_n(q.shape[3]), box_width(q.shape[3])
+    inputs = rows_of(q, rows, columns), rows_of(k, keys, columns), rows_of(v, keys, columns)
+    return *inputs, *(rows_of(x, rows) for x in out)
 
 
 def fits_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, d_out: Tensor) -> bool:
