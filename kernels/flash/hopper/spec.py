@@ -9,7 +9,6 @@ from .columns import rest_of
 from .descriptors import tile_width
 from .dropout import Drop
 from .forward_schedule import ROWS
-from .forward_tiles import is_split
 
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
 MANY_FROM = {True: 4096, False: 2048}  # causal -> queries from which head_dim 64 has three consumers
@@ -18,7 +17,6 @@ FEW = 512  # queries: up to here, a head's tiles that are scheduled together fin
 # if static; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md). Where not
 # all of a tile's columns are multiplied, exponentials after the wait take 0.96 to 0.98.
 WIDE_STATIC_FROM = 4096
-SPLIT_STAGES = 3  # of tiles of 128 and 64 columns (forward_tiles.py): two take 168.6 KB, three 216.6 of 227
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,6 @@ def specify(
     width, keys = tile_width(head_dim), block_n(head_dim)
     many = width == 64 and q_len >= MANY_FROM[causal] and not (bounded or listed or drop)
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
-    if is_split(head_dim):
-        stages = SPLIT_STAGES
     uneven = bounded or listed or padded or drop is not None  # dropout: or it spills
     dynamic = _is_dynamic(head_dim, causal, q_len, uneven)
     # Out by TMA took 0.96 to 1.01 of the time with three consumers, whose exponentials then come before the wait, and
