@@ -30,7 +30,7 @@ CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K a
 # Warps of the passes before and after the backward, up to head_dim 128. With 4 the whole took 1.02 to 1.12 of the
 # time at 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and 1.00 to 1.01 at 16k tokens of head_dim 128.
 BESIDE = {"num_warps": 8}
-# Heads side by side in the forward with documents, at least: by count 0.93 of the time of 4 (16k tokens at 128).
+# Heads side by side in the forward with documents, at least: 0.95 to 0.96 of the time of 4 (16k tokens at 128).
 WITH_DOCUMENTS = 16
 HEADS = 128  # with few tiles: fewer, in small groups, give the busiest program up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
