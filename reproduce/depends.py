@@ -37,20 +37,14 @@ UNTOUCHED: dict[str, str] = {
     "1a99f966ff": "GPT: seams for modern.py and attention_maps; weights after five steps are bit for bit as before",
     "2e72208152": "build_optimizer: Muon where it is asked for; for our models the groups of AdamW are as before",
     "0acb911291": "learning_rate: wsd is new; the rates of the others are bit for bit as before",
-    "2a23f141e1": "host.run: the tier that `auto` took for its call is named",
-    "3c63ad645b": "compiled_to_graphs: frozen weights are left out; no experiment has any",
     "15be1ba293": "precision.compiled: it names how Triton fuses multiplications, as it did",
     "128c173582": "history.run: flash1 and two_pass are timed with one tile too; all else is as before",
     "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
     "93f779ba6f": "flash1.BACKWARD: another tile at 128, where only history times: the fastest, or it says so",
     "ffdc9e02a8": "precision.compiled: no cache tag from torch 2.13 on: where timed tiles are kept, not which",
-    "17810fae95": "documents.run: `fa4 itself` is new, timed in turns with the others; their calls are as before",
-    "ac4fd1d0d8": "host.run: another order each round, three processes, and clocks; a call is timed as before",
     "14b0f5b720": "features.run: other head_dims are checked at twice the length; what is timed is as before",
-    "7c2c0ad36a": "features.run: padding, windows, other head_dims, precise_delta are new; other calls are as before",
     "3ad113a17f": "specify: softcap, precise_delta, and grouped heads of few queries have the form of before again",
     "9204167d2d": "history.run: FlashAttention-3 with one of its schedules undone is new; other calls are as before",
-    "70bbc04481": "training.run: transformers' eager attention, which cannot be recorded, is in no replayed group",
     "9582e27bf7": "training.run: a step that is replayed and not compiled is new; others are as before",
     "5da83dcba3": "compiled_to_graphs: what it does before it compiles is a function of its own",
     "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
@@ -60,13 +54,9 @@ UNTOUCHED |= dict.fromkeys(
     "run of attention, numerics, history, traffic: shared scaffolding, and what a GPU times; counts are as before",
 )
 UNTOUCHED |= dict.fromkeys(
-    ("bee8479119", "98a628e8a9", "a5c518e866", "33751029d9", "d61745727a", "056f080c2d"),
+    ("bee8479119", "33751029d9", "d61745727a"),
     "run of attention, encoders, history, sparse, traffic, training: a clock that nvidia-smi tells late is left out; "
     "of attention: workloads of lengths that no paper has",
-)
-UNTOUCHED |= dict.fromkeys(
-    ("5b5dc01ca6", "8884d45dad", "535fb74d26", "f3c25ff813"),
-    "ring.run, Layout, RingGroup: keys gathered at once are new, then a default; the ring itself is as it was",
 )
 UNTOUCHED |= dict.fromkeys(
     ("24ee1db730", "a5eecf7a3e"),
@@ -92,7 +82,7 @@ UNTOUCHED |= dict.fromkeys(
     "Hopper kernels: softcap, ALiBi and windows of unequal lengths are new; others keep their PTX, byte for byte",
 )
 UNTOUCHED |= dict.fromkeys(
-    ("82f86f9b35", "15fb75839f", "5337b26474"),
+    ("82f86f9b35", "5337b26474"),
     "cu_seqlens_k is new. naive: without it the same operations; flash: a call's host time within 0.1 us of 30; "
     "dkdv_kernel: a branch that is compiled with it alone, 135 other forms keep their PTX",
 )
@@ -135,7 +125,7 @@ UNTOUCHED |= dict.fromkeys(
     "Hopper backward, b68a8a1b: other registers at 32 in short rows, not timed; all else has the same PTX as before",
 )
 UNTOUCHED |= dict.fromkeys(
-    ("0980ef4c1c", "f5001aa809", "2e2ecfd9ca", "cdce40d34e", "3e2fb9f275", "3fe9f173c0"),
+    ("0980ef4c1c", "f5001aa809", "2e2ecfd9ca", "3e2fb9f275", "3fe9f173c0"),
     "library.flex, precision.compiled, compiled_to_graphs, run of attention, numerics, features: torch.compile is "
     "told to fuse multiplications with additions, the default of Triton 3.7, with which all was measured",
 )

@@ -1,12 +1,14 @@
 """What a change of code has made of older figures, beside the code."""
 
 import itertools
+import json
 
 import pytest
 import triton
 
 from kernels.versions import OLDEST_GLUON, numbers_of
 from reproduce import depends
+from reproduce.depends import ROOT
 
 LENGTHS = (1, 128, 129, 256, 257, 512, 513, 2047, 2048, 4095, 4096, 65536)
 
@@ -25,3 +27,13 @@ def test_what_the_forward_has_outrun_is_what_has_another_form_now() -> None:
         assert not depends._is_stored_by_tma(
             {**plain, "head_dim": 128, "causal": True, "length": 4096, **more}
         )
+
+
+def test_every_old_hash_is_of_a_result() -> None:
+    """An entry that no result was recorded with explains nothing: it goes."""
+    recorded: set[str] = set()
+    for path in (ROOT / "results").rglob("*.json"):
+        document = json.loads(path.read_text())
+        for hashes in (document.get("depends", {}), *document.get("again", {}).values()):
+            recorded |= set(hashes.values())
+    assert (depends.UNTOUCHED | depends.SAME_LOSS | depends.FASTER_SINCE).keys() <= recorded
