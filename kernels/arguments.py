@@ -24,6 +24,7 @@ These are isolated, in the forward and the backward:
     gradient of its output must be finite
 """
 
+import itertools
 import math
 from numbers import Real
 
@@ -178,6 +179,9 @@ def check_features(
         if cu_seqlens_k.shape != cu_seqlens.shape:
             shapes = f"{tuple(cu_seqlens_k.shape)} and {tuple(cu_seqlens.shape)}"
             raise AttentionError(f"cu_seqlens_k and cu_seqlens must have as many documents, got {shapes}")
+    for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is not None:
+            _check_offsets(name, offsets)
     if block_mask is not None:
         check_tensor("block_mask", block_mask, q.device, torch.bool)
         shape, tiles = tuple(block_mask.shape), (-(-q_len // BLOCK_MASK_SIZE), -(-kv_len // BLOCK_MASK_SIZE))
@@ -186,6 +190,14 @@ def check_features(
                 f"block_mask must be (batch or 1, heads or 1, {tiles[0]}, {tiles[1]}), a bool for each "
                 f"{BLOCK_MASK_SIZE} x {BLOCK_MASK_SIZE} tile, got {shape}"
             )
+
+
+def _check_offsets(name: str, offsets: torch.Tensor) -> None:
+    """Check that they ascend. Only on a CPU: to read a GPU's, the host would wait for it."""
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        numbers = offsets.tolist()
+        if any(a > b for a, b in itertools.pairwise(numbers)):
+            raise AttentionError(f"{name} must ascend: offsets, not lengths; got {numbers}")
 
 
 def refuse_features(name: str, features: dict[str, object], combined_with: str = "") -> None:

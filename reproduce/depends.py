@@ -198,12 +198,6 @@ def _is_padded(sample: Mapping[str, Any]) -> bool:
     return "flash" in sample.get("ms", ()) and "padding" in str(sample.get("mask", sample.get("feature")))
 
 
-def _is_of_short_windows(sample: Mapping[str, Any]) -> bool:
-    window = "window" in (sample.get("bound"), sample.get("feature"))
-    return window and sample.get("head_dim") == 128 and sample.get("length", 0) <= 2048 and "ms" in sample
-
-
-# Likewise, but some of what was measured has become faster: those figures stay, and the report says which.
 def _is_long_documents(sample: Mapping[str, Any]) -> bool:
     return (
         sample.get("bound") == "documents"
@@ -212,6 +206,12 @@ def _is_long_documents(sample: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_of_short_windows(sample: Mapping[str, Any]) -> bool:
+    window = "window" in (sample.get("bound"), sample.get("feature"))
+    return window and sample.get("head_dim") == 128 and sample.get("length", 0) <= 2048 and "ms" in sample
+
+
+# Likewise, but some of what was measured has become faster: those figures stay, and the report says which.
 FASTER_SINCE = {
     "1435df3209": Outrun(
         "head_dim above 128: the forward took up to 1.06 of the time that it takes now", _is_wide

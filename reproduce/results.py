@@ -88,11 +88,10 @@ def host_load(document: Results) -> str:
     """The host's load averages while samples were timed: "4 to 78 of 64 cores"; "" where none was recorded."""
     clocks = [sample.get("clocks") for sample in document["samples"]]
     found = [load for each in clocks if isinstance(each, dict) for load in each.get("host_load", ())]
-    return (
-        f"{min(found):.0f} to {max(found):.0f} of {document['environment']['cpu_count']} cores"
-        if found
-        else ""
-    )
+    if not found:
+        return ""
+    ends = dict.fromkeys(f"{load:.0f}" for load in (min(found), max(found)))
+    return f"{' to '.join(ends)} of {document['environment']['cpu_count']} cores"
 
 
 def beside(document: Results) -> str:

@@ -34,7 +34,14 @@ from reproduce.results import changed_since, slug, without_outrun
 Document = dict
 ALL = {**EXPERIMENTS, **BENCHMARKS}
 VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver", "python", "device_name")
-NO_PLACE = ("ms", "late", "clocks", "process", "again")  # what does not say which point a sample is of
+NO_PLACE = (
+    "ms",
+    "late",
+    "clocks",
+    "process",
+    "again",
+    "beside",
+)  # what does not say which point a sample is of
 # What says which run of `perplexity` a sample is; the rest is what was measured.
 PLACE = ("kind", "of", "part", "name", "attention", "init_seed", "context", "micro_batch")
 PLACE += ("steps", "code", "lr", "when")

@@ -237,6 +237,10 @@ def test_dropout_needs_a_valid_seed_and_a_probability_below_one() -> None:
             },
             r"must have as many documents, got \(4,\) and \(3,\)",
         ),
+        (
+            {"cu_seqlens": torch.tensor([0, 6, 4], dtype=torch.int32)},
+            r"cu_seqlens must ascend: offsets, not lengths; got \[0, 6, 4\]",
+        ),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:

@@ -438,6 +438,13 @@ def test_settings_are_parsed_by_their_types():
         parse_settings(settings, ["lengths=3,x"])
 
 
+def test_processes_of_a_point_are_joined_whatever_ran_beside_one_of_them() -> None:
+    point = {"kind": "time", "length": 128, "ms": {"flash": {"all": [1.0]}}}
+    document = {"samples": [{**point, "process": 0}, {**point, "process": 1, "beside": "GPU tests"}]}
+    (joined,) = timing.timed(document, kind="time")
+    assert joined["ms"] == {"flash": {"all": [[1.0], [1.0]]}}
+
+
 def test_calls_take_turns_in_another_order_each_round_and_phases_are_timed_separately():
     turns = []
 
