@@ -7,6 +7,7 @@ Each is made anew for a workload: its mask is built once, and what is compiled i
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,12 +20,12 @@ from kernels import AttentionError, fusion, get_attention, resolve_attention
 from kernels.library import compiled_flex_attention
 
 from .standard import NAME as STANDARD
-from .standard import standard_attention
+from .standard import masked_from, standard_attention
 
 if TYPE_CHECKING:
     from .attention import Inputs, Workload
 
-COMPILED = f"{STANDARD}+compiled"
+COMPILED, CUT = f"{STANDARD}+compiled", f"{STANDARD}+cut"
 EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK = "sdpa_efficient+mask", "sdpa_cudnn+mask", "flex+mask"
 DETERMINISTIC = "fa4+deterministic"
 LINFORMER, LINEAR = "linformer", "linear"
@@ -45,6 +46,30 @@ def compiled() -> Attend:
 
 def _standard(function: Callable[..., torch.Tensor], inputs: Inputs, number: int) -> torch.Tensor:
     return function(*inputs.qkv, inputs.bias(), inputs.dropout_p)
+
+
+def standard_cut() -> Attend:
+    """Standard attention that reads its mask where it hides something alone, which takes knowing what it looks like:
+    the padding from the shortest sequence's end on; under a causal mask a quarter of the queries at a time, with the
+    keys that they see."""
+    shortest: list[
+        int
+    ] = []  # all inputs of a workload have the same lengths, and reading them waits for the device
+
+    def attend(inputs: Inputs, number: int) -> torch.Tensor:
+        (q, k, v), bias = inputs.qkv, inputs.bias()
+        if inputs.workload.causal:
+            ends = [q.shape[2] * quarters // 4 for quarters in range(5)]
+            parts = [
+                masked_from(q[:, :, a:b], k[:, :, :b], v[:, :, :b], bias[a:b, a:b], a, inputs.dropout_p)
+                for a, b in itertools.pairwise(ends)
+            ]
+            return torch.cat(parts, 2)
+        if not shortest:
+            shortest.append(int(inputs.kv_lengths.min()))
+        return masked_from(q, k, v, bias[..., shortest[0] :], shortest[0], inputs.dropout_p)
+
+    return attend
 
 
 def sdpa_with_mask(backend: SDPBackend) -> Attend:
@@ -114,6 +139,7 @@ def linear() -> Attend:
 MAKE: dict[str, Callable[[], Attend]] = {
     STANDARD: standard,
     COMPILED: compiled,
+    CUT: standard_cut,
     EFFICIENT_MASK: functools.partial(sdpa_with_mask, SDPBackend.EFFICIENT_ATTENTION),
     CUDNN_MASK: functools.partial(sdpa_with_mask, SDPBackend.CUDNN_ATTENTION),
     FLEX_MASK: flex_with_mask,
@@ -127,6 +153,8 @@ def suits(name: str, workload: Workload) -> bool:
     """Whether the contender is meant for the workload."""
     if workload.figure == "stored":
         return name in (STANDARD, COMPILED, "flash")
+    if name == CUT:
+        return workload.causal or workload.mask != "plain"
     if name in (EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
         return workload.mask != "plain" and not (name == FLEX_MASK and "dropout_p" in workload.features)
     return name not in APPROXIMATE or (workload.figure == "fa1" and workload.mask == "plain")
@@ -137,6 +165,6 @@ def refuse(name: str, workload: Workload, dtype: torch.dtype, device: torch.devi
     if name in (COMPILED, EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
         if device.type != "cuda":
             raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
-    elif name not in (STANDARD, *APPROXIMATE):
+    elif name not in (STANDARD, CUT, *APPROXIMATE):
         request = {"device": device, "dtype": dtype, "head_dim": workload.head_dim}
         resolve_attention(name.partition("+")[0], **request, **workload.features)

@@ -34,6 +34,19 @@ def standard_attention(
     return out
 
 
+def masked_from(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, first: int, dropout_p: float
+) -> torch.Tensor:
+    """`standard_attention` whose bias, of the keys from `first` on, is added to their scores alone."""
+    passes = standard_passes(q, k, v, None, dropout_p)
+    scores = next(passes)
+    per_head = bias if bias.dim() == 2 else bias.expand(*q.shape[:2], -1, -1).flatten(0, 1)
+    # Unseen by autograd, as a constant changes no gradient: in place on a part, it would copy one.
+    scores.detach()[..., first:].add_(per_head)
+    *_, out = passes
+    return out
+
+
 def standard_passes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout_p: float
 ) -> Iterator[torch.Tensor]:

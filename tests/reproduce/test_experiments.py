@@ -924,7 +924,9 @@ def test_every_contender_learns_from_the_same_examples():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a CPU")
-@pytest.mark.parametrize("name", [peers.STANDARD, pytest.param(peers.COMPILED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [peers.STANDARD, peers.CUT, pytest.param(peers.COMPILED, marks=pytest.mark.slow)]
+)
 def test_every_form_of_standard_attention_agrees_with_naive(name):
     for causal, mask in ((True, "plain"), (False, "padding")):
         workload = Workload("fa1", 2, 2, 32, 16, causal, mask)
@@ -955,7 +957,7 @@ def test_linear_attention_and_linformer_are_what_their_papers_say():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in peers.MAKE if name not in peers.APPROXIMATE])
 def test_every_exact_contender_of_attention_is_right_on_a_gpu(name):
-    mask = "padding" if name.endswith("+mask") else "plain"
+    mask = "padding" if name.endswith(("+mask", "+cut")) else "plain"
     workload, device = Workload("fa1", 2, 2, 512, 64, False, mask), torch.device("cuda")
     try:
         peers.refuse(name, workload, torch.bfloat16, device)
