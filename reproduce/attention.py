@@ -32,13 +32,13 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run"]
 DROPOUT = 0.1
 PADDED, DROPPED = "padding", "padding+dropout"
 # They store the length x length scores; the most memory first.
-HOLD_SCORES = ("sdpa_math", "naive", peers.COMPILED, peers.CUT, STANDARD)
+HOLD_SCORES = ("sdpa_math", "naive", peers.COMPILED, STANDARD, peers.CUT)
 
 # The longest at which they take part, unless `backends` names them. Beyond, they took three quarters of the time of
 # the whole experiment on an H200, and nothing is judged of them: there, standard attention is faster than naive.
 LONGEST = {
-    **dict.fromkeys(("naive", "sdpa_math", peers.CUT), 4096),
-    **dict.fromkeys(("sdpa", "sdpa_flash", "sdpa_efficient", peers.DETERMINISTIC), 16384),
+    **dict.fromkeys(("naive", "sdpa_math"), 4096),
+    **dict.fromkeys(("sdpa", "sdpa_flash", "sdpa_efficient", peers.CUT, peers.DETERMINISTIC), 16384),
 }
 SELECTION = NEEDED = ("figures", "lengths")
 

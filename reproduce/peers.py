@@ -60,11 +60,16 @@ def standard_cut() -> Attend:
         (q, k, v), bias = inputs.qkv, inputs.bias()
         if inputs.workload.causal:
             ends = [q.shape[2] * quarters // 4 for quarters in range(5)]
-            parts = [
-                masked_from(q[:, :, a:b], k[:, :, :b], v[:, :, :b], bias[a:b, a:b], a, inputs.dropout_p)
-                for a, b in itertools.pairwise(ends)
-            ]
-            return torch.cat(parts, 2)
+            spans, parts = list(itertools.pairwise(ends)), []
+            for (a, b), rows in zip(
+                reversed(spans), reversed(q.split([b - a for a, b in spans], 2)), strict=True
+            ):
+                k, v = (
+                    k[:, :, :b],
+                    v[:, :, :b],
+                )  # of the quarter before: a gradient is added up, none is filled up
+                parts.append(masked_from(rows, k, v, bias[a:b, a:b], a, inputs.dropout_p))
+            return torch.cat(parts[::-1], 2)
         if not shortest:
             shortest.append(int(inputs.kv_lengths.min()))
         return masked_from(q, k, v, bias[..., shortest[0] :], shortest[0], inputs.dropout_p)

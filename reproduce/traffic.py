@@ -327,9 +327,9 @@ def _judge_passes(results: Results, found: Verdicts) -> None:
         gain = whole / ours
         why = "5x at least, also over eager forms that use what the mask looks like: "
         if cut := took(sample, peers.CUT):
-            least = (cut / ours).low
-            share = (cut / whole).shown("{:.2f}")
-            why += f"one takes {share} of the standard forward's time, {(cut / ours).shown()} ours"
+            least = min(gain.low, (cut / ours).low)
+            over_whole = (cut / whole).shown("{:.2f}")
+            why += f"one takes {over_whole} of the standard forward's time, {(cut / ours).shown()} ours"
         else:
             least = NO_MASK * gain.low
             why += (

@@ -199,6 +199,14 @@ def test_dropout_needs_a_valid_seed_and_a_probability_below_one() -> None:
             naive_attention(q, k, v, dropout_p=0.1, dropout_seed=seed)
 
 
+def test_offsets_that_a_transform_hides_are_not_read() -> None:
+    q, offsets = torch.randn(1, 2, 6, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    attend = lambda offsets: naive_attention(q, q, q, cu_seqlens=offsets)  # noqa: E731
+    want = attend(offsets)
+    torch.testing.assert_close(torch.vmap(attend)(torch.stack([offsets, offsets]))[1], want)
+    torch.testing.assert_close(torch.func.functionalize(attend)(offsets), want)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -120,7 +120,8 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool, do
     together: 0.94 to 1.00 of the time (LOG.md). few: whether that is so.
 
     With documents the last tiles of a group are not those with the fewest keys, and a program claims its tiles up to
-    two ahead: in a last group of few heads, a program has long tiles left when the others have none.
+    two ahead: in a last group of few heads, a program has long tiles left when the others have none. (The last group
+    may still have fewer than `WITH_DOCUMENTS`, where it does not divide.)
     """
     if few:
         return 1 if k.shape[3] > 64 else 2
