@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from training.files import replace_file
 
-from . import depends
+from . import depends, older_code
 from .common import ReproduceError, as_lines, rounded, writing
 from .experiment import Experiment, OutOfTime, Results, Sample
 
@@ -65,7 +65,7 @@ def changed_since(document: Results) -> list[str]:
 
 
 def faster_since(document: Results) -> list[str]:
-    """What of a document has become faster since; see `depends.py`."""
+    """What of a document has become faster since; see `older_code.py`."""
     outrun = _outrun(document)
     return list(dict.fromkeys(each.words for sample in document["samples"] for each in outrun(sample)))
 
@@ -106,16 +106,16 @@ def without_outrun(document: Results) -> Results:
     return document if len(stay) == len(document["samples"]) else {**document, "samples": stay}
 
 
-def _outrun(document: Results) -> Callable[[Sample], list[depends.Outrun]]:
+def _outrun(document: Results) -> Callable[[Sample], list[older_code.Outrun]]:
     """What of a sample has become faster since its code, the document's or that of the commit it names."""
 
-    def known(recorded: dict[str, str]) -> list[depends.Outrun]:
-        return [each for old, each in depends.FASTER_SINCE.items() if old in recorded.values()]
+    def known(recorded: dict[str, str]) -> list[older_code.Outrun]:
+        return [each for old, each in older_code.FASTER_SINCE.items() if old in recorded.values()]
 
     of_document = known(document["depends"])
     of_commit = {commit: known(recorded) for commit, recorded in document.get("again", {}).items()}
 
-    def of(sample: Sample) -> list[depends.Outrun]:
+    def of(sample: Sample) -> list[older_code.Outrun]:
         return [each for each in of_commit.get(sample.get("again"), of_document) if each.holds(sample)]
 
     return of

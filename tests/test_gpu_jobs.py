@@ -9,7 +9,7 @@ import tarfile
 
 import pytest
 
-from reproduce.depends import FASTER_SINCE
+from reproduce.older_code import FASTER_SINCE
 from reproduce.results import changed_since, faster_since, timed_again, without_outrun
 from tests.conftest import ROOT
 

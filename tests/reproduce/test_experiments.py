@@ -21,7 +21,18 @@ from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, AttentionError, get_attention, register_attention
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 from kernels.history import flash1, two_pass
-from reproduce import attention, attention_figures, depends, encoders, history, peers, results, sparse, timing
+from reproduce import (
+    attention,
+    attention_figures,
+    depends,
+    encoders,
+    history,
+    older_code,
+    peers,
+    results,
+    sparse,
+    timing,
+)
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.claims import CLAIMS
@@ -281,7 +292,7 @@ def test_what_code_has_outrun_is_measured_again_and_nothing_else(tmp_path):
     first = Store(tmp_path, EXPERIMENTS["sparse"], **how, command=[])
     for head_dim in (64, 256):
         first.sample(lambda: {"ms": {"flash": [1.0]}}, kind="time", head_dim=head_dim)
-    first.document["depends"]["kernels.x"] = next(iter(depends.FASTER_SINCE))
+    first.document["depends"]["kernels.x"] = next(iter(older_code.FASTER_SINCE))
     first.finish()
     second = Store(tmp_path, EXPERIMENTS["sparse"], **how, command=[])
     assert not second.finished

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels import ATTENTION
-from reproduce import attention_figures, depends, headline, history_figures, paper, plots, traffic
+from reproduce import attention_figures, headline, history_figures, older_code, paper, plots, traffic
 from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.common import markdown_table
@@ -867,7 +867,7 @@ def test_a_figure_of_several_devices_links_the_file_of_each(tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
-    old, ms = next(iter(depends.FASTER_SINCE)), {"flash": {"forward": [1.0], "backward": [2.0]}}
+    old, ms = next(iter(older_code.FASTER_SINCE)), {"flash": {"forward": [1.0], "backward": [2.0]}}
     wide = {"kind": "time", **shape("fa2", 4096, head_dim=256), "ms": ms}
     write(tmp_path, "attention", [*papers_own_attention(), wide], depends={"kernels.x": old})
     write(tmp_path, "traffic", [], depends={"kernels.x": old})
@@ -880,7 +880,7 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     assert main(["report", "--results", str(tmp_path)]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert [line for line in notes if "head_dim above 128" in line] == [
-        f"note: attention on {GPU}, {depends.FASTER_SINCE[old].words}"
+        f"note: attention on {GPU}, {older_code.FASTER_SINCE[old].words}"
     ]
     assert f"note: of training on {GPU}, 1 process timed small eager gpt2_small 1024" in notes
     assert not any("code has changed" in line for line in notes)

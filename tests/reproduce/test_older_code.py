@@ -7,7 +7,7 @@ import pytest
 import triton
 
 from kernels.versions import OLDEST_GLUON, numbers_of
-from reproduce import depends
+from reproduce import older_code
 from reproduce.depends import ROOT
 
 LENGTHS = (1, 128, 129, 256, 257, 512, 513, 2047, 2048, 4095, 4096, 65536)
@@ -22,9 +22,9 @@ def test_what_the_forward_has_outrun_is_what_has_another_form_now() -> None:
         other = specify(head_dim, causal, length, length).OUT_BY_TMA.value
         other |= causal and has_few_tiles(head_dim, length, 1) and length > 128
         sample = {**plain, "head_dim": head_dim, "causal": causal, "length": length}
-        assert depends._is_stored_by_tma(sample) == other, sample
+        assert older_code._is_stored_by_tma(sample) == other, sample
     for more in ({"bound": "window"}, {"mask": "dropout"}, {"feature": "softcap"}, {"ms": {"sdpa": {}}}):
-        assert not depends._is_stored_by_tma(
+        assert not older_code._is_stored_by_tma(
             {**plain, "head_dim": 128, "causal": True, "length": 4096, **more}
         )
 
@@ -36,4 +36,4 @@ def test_every_old_hash_is_of_a_result() -> None:
         document = json.loads(path.read_text())
         for hashes in (document.get("depends", {}), *document.get("again", {}).values()):
             recorded |= set(hashes.values())
-    assert (depends.UNTOUCHED | depends.SAME_LOSS | depends.FASTER_SINCE).keys() <= recorded
+    assert (older_code.UNTOUCHED | older_code.SAME_LOSS | older_code.FASTER_SINCE).keys() <= recorded

@@ -1,0 +1,233 @@
+"""What results of older code are still good for: the hash that a result has under `depends` (depends.py) -> why.
+
+A definition has changed, and its old hash is nowhere in today's code. Then results that have it are stale, unless it
+is here: in `UNTOUCHED` what was measured has not changed, in `FASTER_SINCE` some of it has become faster, which the
+report says beside the figures. A hash that no result has any more goes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+# Old hash of a definition that has changed, but in nothing that was measured -> how that is known.
+UNTOUCHED: dict[str, str] = {
+    "b4fcdd223f": "library.sdpa: annotations, and an assertion of what check_dropout has checked",
+    "6f8f3e6504": "library.sdpa: enable_gqa is left out where it would be False, which is its default",
+    "008a7d7eec": "library.flex: an annotation",
+    "7bab7a7b8f": "forward_kernel, 5aacc8a: a branch that is compiled only with sinks, which no experiment has",
+    "270f23a847": "perplexity.run: a run's contexts are evaluated in its own process, and budget= scales every part",
+    "ee04f62bde": "perplexity.run: precise_delta=false is written out, as its default was",
+    "1a99f966ff": "GPT: seams for modern.py and attention_maps; weights after five steps are bit for bit as before",
+    "2e72208152": "build_optimizer: Muon where it is asked for; for our models the groups of AdamW are as before",
+    "0acb911291": "learning_rate: wsd is new; the rates of the others are bit for bit as before",
+    "15be1ba293": "precision.compiled: it names how Triton fuses multiplications, as it did",
+    "128c173582": "history.run: flash1 and two_pass are timed with one tile too; all else is as before",
+    "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
+    "93f779ba6f": "flash1.BACKWARD: another tile at 128, where only history times: the fastest, or it says so",
+    "ffdc9e02a8": "precision.compiled: no cache tag from torch 2.13 on: where timed tiles are kept, not which",
+    "14b0f5b720": "features.run: other head_dims are checked at twice the length; what is timed is as before",
+    "3ad113a17f": "specify: softcap, precise_delta, and grouped heads of few queries have the form of before again",
+    "9204167d2d": "history.run: FlashAttention-3 with one of its schedules undone is new; other calls are as before",
+    "9582e27bf7": "training.run: a step that is replayed and not compiled is new; others are as before",
+    "5da83dcba3": "compiled_to_graphs: what it does before it compiles is a function of its own",
+    "5852a1659a": "sparse.run: what is counted, counting.py, no longer reads in new_zeros, which no kernel here has",
+}
+UNTOUCHED |= dict.fromkeys(
+    ("7df027823e", "6888c23409", "859267798d", "91d95a4de2"),
+    "run of attention, numerics, history, traffic: shared scaffolding, and what a GPU times; counts are as before",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("bee8479119", "33751029d9", "d61745727a"),
+    "run of attention, encoders, history, sparse, traffic, training: a clock that nvidia-smi tells late is left out; "
+    "of attention: workloads of lengths that no paper has",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("24ee1db730", "a5eecf7a3e"),
+    "delta_kernel, round_kernel: an option that no CPU takes; on a GPU it came with another hopper_backward_kernel",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("e704e6037d", "c4cc18d987", "eaf3ebc29b", "b5d6729e04", "8266e48c70", "7c4b6748ff"),
+    "kernels of the fused layers: options of the loss, RMSNorm, no bias; off, they leave the PTX as it was",
+)
+UNTOUCHED |= dict.fromkeys(
+    (
+        *("6733e0309b", "a2193c75fe", "252a2596de", "e72987c2c5", "13133c6932", "55c5956f63", "2ed264e9a5"),
+        *("10eb2d0dd5", "7b0b3efca7", "03a214e629", "a95f1058a4", "aeab2c3cea", "46b4ad3a54", "62fa1d3947"),
+        *("48d3e58734", "9c1b9af7e3", "eb5c67b6ca"),
+    ),
+    "Hopper forward, and the passes beside the backward: head_dims, features; plain, at 64 and 128, PTX as it was",
+)
+UNTOUCHED |= dict.fromkeys(
+    (
+        *("f5862c1400", "9d13cf9096", "d7c63345d5", "45cb5e5031", "95a6476947", "71b2ad16a1", "bc67bf331d"),
+        *("fd67ebbc6a", "f768c77ebb", "c2b7634f68", "224c0f68c3", "5556e9cc46", "e94fd6771a"),
+    ),
+    "Hopper kernels: softcap, ALiBi and windows of unequal lengths are new; others keep their PTX, byte for byte",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("82f86f9b35", "5337b26474"),
+    "cu_seqlens_k is new. naive: without it the same operations; flash: a call's host time within 0.1 us of 30; "
+    "dkdv_kernel: a branch that is compiled with it alone, 135 other forms keep their PTX",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("c984a6a150", "bdcfcee7cd", "33ff0cc7fd", "b25076b9dd", "15180cfdf0"),
+    "Hopper forward: a barrier where TMA stores out, which windows and documents, alone recorded with it, do not",
+)
+UNTOUCHED |= dict.fromkeys(
+    (
+        *("217f3d6b62", "3b064d20a5", "5c6bf28676", "3096ad8b7b", "d424c04b90", "fb3892486c", "b562157e18"),
+        *("83327a261a", "ad85b63fdd", "072c25ac4c", "52d107f36c", "bd1139b5ed", "94da2c936a", "a4b477e0a9"),
+        *("558cd83f41", "0fc98657c1", "c19b7813a3", "7b4a62a858", "16fe97e480", "453ced0a34", "2d2c0f0bf4"),
+        "c3c351f62c",
+    ),
+    "Hopper kernels: only the columns that head_dim needs are multiplied; at 64, 128 and 256 the PTX is as it was; "
+    "specify, FASTER: key padding at 128, other head_dims; what was measured of these is in FASTER_SINCE",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("6612de8fb6", "95680653b9", "24fac23141"),
+    "FASTER, _prepare_backward, specify: rewritten; what was timed with them gets the same kernels as before",
+)
+UNTOUCHED |= dict.fromkeys(
+    (
+        *("ead0e3ca45", "c8ddeb08ce", "9994f9d784", "0abc6fc3e9", "d40b706c24", "70b012c6e2", "270a41a7d9"),
+        *("06b7658fca", "e9d98a3449", "b08ae029bc", "9612de70d4", "bf8ccd7adc", "ce72e59948", "77bf87149e"),
+        *("3d5e08d09e", "97b369337c", "7147e56d4c", "ed0c8fee57", "57c24ba1de", "47f0471095", "17119063dd"),
+        *("dfb072a5a3", "a1513fa62d", "bac16f1506", "c2c85acc85"),
+    ),
+    "Hopper kernels, 90096cf8: the same in fewer lines; all that was timed has the same PTX as before",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("7924b76677", "0951168caf", "6aaf3a2f5e", "878b616d50", "edff3ed25f", "f38f2f1b32"),
+    "Hopper backward: dQ's columns at 32 and 72 to 96, all timed again; other head_dims have the same PTX as before",
+)
+UNTOUCHED |= dict.fromkeys(
+    (
+        *("123acdf6d8", "4a5e629154", "55ef04a300", "6cd68413b2", "84f416ca93", "86ffce5383", "b422259628"),
+        *("b8af1f0acb", "d16807b303", "d3157eff8c"),
+    ),
+    "Hopper backward, b68a8a1b: other registers at 32 in short rows, not timed; all else has the same PTX as before",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("0980ef4c1c", "f5001aa809", "2e2ecfd9ca", "3e2fb9f275", "3fe9f173c0"),
+    "library.flex, precision.compiled, compiled_to_graphs, run of attention, numerics, features: torch.compile is "
+    "told to fuse multiplications with additions, the default of Triton 3.7, with which all was measured",
+)
+UNTOUCHED |= dict.fromkeys(
+    (
+        *("2e3ce79740", "e17c6069c6", "4a6938a3f7", "87bb3a1704", "88343d8002", "ebfb71993b", "11298d3529"),
+        *("34ac29db2e", "ec186bc935"),
+    ),
+    "Hopper backward above head_dim 128: features are new; without them all 26 forms keep their PTX, byte for byte",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("90f78043a1", "9a1d746cad", "a0bd9752df"),
+    "Hopper forward: it waits for a Q that lands late, at head_dim 136 to 256; at 256 0.994 to 1.002 of the time (an "
+    "H200, 8 points), 136 to 192 were timed again, all others have the same PTX",
+)
+UNTOUCHED |= dict.fromkeys(
+    (
+        *("2816ce88dc", "3995913b95", "991dbf5bb0", "999fcd2ac7", "b21cea09f6", "b676cf0832", "d9fc1873c7"),
+        *("dccf593874", "ff5fe6633c"),
+    ),
+    "Hopper forward: tiles of 128 + 64 columns at head_dim 136 to 192, which were timed again; all others, the "
+    "backward and FlashAttention-3's have the same PTX",
+)
+UNTOUCHED |= dict.fromkeys(
+    ("7c677f7790", "aca8019bfe"),
+    "run of attention, history: standard+cut is new; other calls are as before",
+)
+UNTOUCHED["97aec86e81"] = "FASTER: rows above head_dim 128 for features, of which nothing was timed with it"
+# Likewise, but of `perplexity` alone: its losses are as before, its times may have fallen.
+SAME_LOSS = dict.fromkeys(
+    (
+        *("7e6fea7e5d", "3b8bec15b2", "8ebb5a97e2", "de0e53bb31", "3c31c96a8c", "9cfed962f3", "cae9b25248"),
+        "aa26fe63c6",
+    ),
+    "Hopper backward: dQ's float32 sum in another order (8e-5 of it; bfloat16 rounds by 4e-3), launches that overlap",
+)
+
+
+class Outrun(NamedTuple):
+    """What has become faster since it was measured: in words, and whether a sample is of it."""
+
+    words: str
+    holds: Callable[[Mapping[str, Any]], bool]
+
+
+def _is_wide(sample: Mapping[str, Any]) -> bool:
+    return "ms" in sample and sample.get("head_dim", 0) > 128
+
+
+def _is_stored_by_tma(sample: Mapping[str, Any]) -> bool:
+    """Or has so few queries that their tiles are scheduled in smaller groups. With most features neither is so. Whole
+    models, whose samples have no head_dim, are left out: of their time it is less than their spread."""
+    head_dim, length = sample.get("head_dim", 0), sample.get("length", 0)
+    plain = "bound" not in sample and sample.get("mask", "plain") == "plain"
+    plain = plain and sample.get("feature", "sinks") in ("sinks", "alibi_slopes")
+    if not plain or "flash" not in sample.get("ms", ()) or not 0 < head_dim <= 128:
+        return False
+    causal = sample.get("causal", False)
+    few = 128 < length <= (512 if causal else 256)
+    return head_dim > 64 or few or length >= (4096 if causal else 2048)
+
+
+def _is_of_short_rows(sample: Mapping[str, Any]) -> bool:
+    """Where its backward was timed again; what other short rows gained was not."""
+    head_dim, length = sample.get("head_dim"), sample.get("length", 0)
+    if "flash" not in sample.get("ms", ()) or "bound" in sample or sample.get("mask", "plain") != "plain":
+        return False
+    heads = sample.get("batch", 0) * sample.get("heads", 0)
+    if head_dim == 64:
+        return not sample.get("causal") and length in (256, 512) and heads == 128
+    return head_dim == 256 and length == 128 and heads >= 1024
+
+
+def _is_padded(sample: Mapping[str, Any]) -> bool:
+    return "flash" in sample.get("ms", ()) and "padding" in str(sample.get("mask", sample.get("feature")))
+
+
+def _is_long_documents(sample: Mapping[str, Any]) -> bool:
+    return (
+        sample.get("bound") == "documents"
+        and sample.get("head_dim") == 128
+        and sample.get("length", 0) > 4096
+    )
+
+
+def _is_of_short_windows(sample: Mapping[str, Any]) -> bool:
+    window = "window" in (sample.get("bound"), sample.get("feature"))
+    return window and sample.get("head_dim") == 128 and sample.get("length", 0) <= 2048 and "ms" in sample
+
+
+# Likewise, but some of what was measured has become faster: those figures stay, and the report says which.
+FASTER_SINCE = {
+    "1435df3209": Outrun(
+        "head_dim above 128: the forward took up to 1.06 of the time that it takes now", _is_wide
+    ),
+}
+FASTER_SINCE |= dict.fromkeys(
+    ("c63176c26a", "a3981ff85c", "86fcb7a68c", "ccca7e91f7", "7aebc1f5fa"),
+    Outrun(
+        "head_dim up to 128: the forward took 0.98 to 1.10 of the time that it takes now", _is_stored_by_tma
+    ),
+)
+# Of the code before forwards with documents had 16 heads side by side, which no hash shows.
+FASTER_SINCE["5bf11dbfb7"] = Outrun(
+    "documents in rows of 8,192 tokens and more at head_dim 128: the forward took 1.04 to 1.06 of the time that it "
+    "takes now",
+    _is_long_documents,
+)
+FASTER_SINCE["041cffd4e2"] = Outrun(
+    "16 x 8 heads of 256 and 512 queries at head_dim 64, full, and 1,024 heads of 128 at 256: "
+    "the backward took up to 1.12, at 256 up to 1.35 of the time that it takes now",
+    _is_of_short_rows,
+)
+FASTER_SINCE |= {
+    "adfbb52be6": Outrun(
+        "key padding at head_dim 64: the backward took up to 1.02 of the time that it takes now", _is_padded
+    ),
+    "bc0ab1783c": Outrun(
+        "windows at head_dim 128 in rows of up to 2048 tokens: the backward had a quarter of the heads side by side, "
+        "now half; timed again only over twice as many keys, where it took 1.19 of the time that it takes now",
+        _is_of_short_windows,
+    ),
+}
