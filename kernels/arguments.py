@@ -194,9 +194,10 @@ def check_features(
 
 def _check_offsets(name: str, offsets: torch.Tensor) -> None:
     """Check that they ascend, where they can be read: not on a GPU, for which the host would wait, nor traced."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    traced |= type(offsets) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(offsets)
-    if offsets.device.type == "cpu" and not traced:
+    if torch.compiler.is_compiling():  # first: it could not trace what follows
+        return
+    traced = type(offsets) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(offsets)
+    if offsets.device.type == "cpu" and not (traced or torch.jit.is_tracing()):
         numbers = offsets.tolist()
         if any(a > b for a, b in itertools.pairwise(numbers)):
             raise AttentionError(f"{name} must ascend: offsets, not lengths; got {numbers}")
