@@ -59,15 +59,12 @@ def standard_cut() -> Attend:
     def attend(inputs: Inputs, number: int) -> torch.Tensor:
         (q, k, v), bias = inputs.qkv, inputs.bias()
         if inputs.workload.causal:
-            ends = [q.shape[2] * quarters // 4 for quarters in range(5)]
-            spans, parts = list(itertools.pairwise(ends)), []
-            for (a, b), rows in zip(
-                reversed(spans), reversed(q.split([b - a for a, b in spans], 2)), strict=True
-            ):
-                k, v = (
-                    k[:, :, :b],
-                    v[:, :, :b],
-                )  # of the quarter before: a gradient is added up, none is filled up
+            ends, parts = [q.shape[2] * n // 4 for n in range(5)], []
+            spans = list(itertools.pairwise(ends))
+            quarters = zip(spans, q.split([b - a for a, b in spans], 2), strict=True)
+            for (a, b), rows in reversed(list(quarters)):
+                # Of those of the quarter behind: so no gradient of all keys is filled up for each quarter.
+                k, v = k[:, :, :b], v[:, :, :b]
                 parts.append(masked_from(rows, k, v, bias[a:b, a:b], a, inputs.dropout_p))
             return torch.cat(parts[::-1], 2)
         if not shortest:
