@@ -56,8 +56,8 @@ from .flash.hopper import backward, backward_schedule, dq, forward, forward_sche
 from .flash.hopper import spec as forward_spec
 from .flash.hopper.descriptors import layout_of, tile_width
 from .flash.hopper.dropout import drop_of
-from .flash.hopper.forward_tiles import box_width
 from .flash.hopper.primitives import compile_options
+from .flash.hopper.split_tiles import box_width
 from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
 from .flash.portable.spec import specify
@@ -308,8 +308,8 @@ def _descriptor(name: str, job: Job) -> str:
         rows = queries if name in ("q_desc", "do_desc", "out_desc", "Out") else keys
         if job.kernel == "flash3_unspecialised":
             rows = flash3.BLOCK.value
-        forward_input = job.kernel == "hopper_forward" and name != "Out"
-        columns = box_width(job.head_dim) if forward_input else tile_width(job.head_dim)
+        split = job.kernel in ("hopper_forward", "hopper_dkdv", "hopper_dq") and name != "Out"
+        columns = box_width(job.head_dim) if split else tile_width(job.head_dim)
         block, dtype = (1, 1, rows, columns), torch.bfloat16
     return f"tensordesc<{TYPE_NAMES[dtype]}{list(block)},{layout_of(block, dtype)!r}>"
 

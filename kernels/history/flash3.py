@@ -37,11 +37,12 @@ from ..flash.hopper.forward_schedule import (
 )
 from ..flash.hopper.launch import fits_forward
 from ..flash.hopper.masks import mask_scores
-from ..flash.hopper.pipeline import LOG2_E, arrive, make_barriers, make_ring
+from ..flash.hopper.pipeline import LOG2_E, arrive, make_barriers
 from ..flash.hopper.primitives import compile_options, tma_load, tma_store
 from ..flash.hopper.scheduler import CLAIM_STAGES, make_claims, read_claim
 from ..flash.hopper.softmax import LOWEST, first_softmax, pack, partial_sums, softmax, unpack
 from ..flash.hopper.spec import DYNAMIC_FROM, ForwardSpec, specify
+from ..flash.hopper.split_tiles import make_tiles
 from ..flash.operators import empty_like
 from ..launch import Launch, launch, sm_count
 from ..registry import AttentionError
@@ -117,7 +118,7 @@ def attend_in_turn(
     index, ordinal, rings, stage, phase, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
     """As `attend` of hopper/forward.py, except for what the loop does."""
-    dtype: gl.constexpr = rings.q.tiles.dtype
+    dtype: gl.constexpr = rings.q.tiles[0].dtype
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
     blocks = count_key_blocks(first_row + ROWS, sizes.kv_len, sizes, SPEC)
@@ -140,7 +141,7 @@ def attend_in_turn(
         accs = wait_for_sums(issue_pv(pack(new_p, dtype), accs, rings, stage, phase, SPEC))
         mbarrier.arrive(rings.v.empty.index(stage))
         stage, phase = next_position(stage, phase, SPEC.STAGES)
-    tile = rings.q.tiles.index(slot)
+    tile = rings.q.tiles[0].index(slot)
     store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, sizes, SPEC)
     return stage, phase
 
@@ -168,9 +169,9 @@ def in_turn_kernel(
 ):  # fmt: skip
     """As `hopper_forward_kernel`, which describes the arguments, for a call without a mask and with claimed tiles."""
     rings = Rings(
-        make_ring(q_desc, SPEC.Q_SLOTS, 1),
-        make_ring(k_desc, SPEC.STAGES, SPEC.CONSUMERS),
-        make_ring(v_desc, SPEC.STAGES, SPEC.CONSUMERS),
+        make_tiles(q_desc, SPEC.Q_SLOTS, 1, HEAD_DIM),
+        make_tiles(k_desc, SPEC.STAGES, SPEC.CONSUMERS, HEAD_DIM),
+        make_tiles(v_desc, SPEC.STAGES, SPEC.CONSUMERS, HEAD_DIM),
     )
     none: gl.constexpr = None
     sizes = ForwardSizes(q_len, kv_len, heads, batches, 1, tiles, none, none, none, none, none)

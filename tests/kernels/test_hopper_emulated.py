@@ -16,11 +16,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper import wide_dkdv, wide_dq
 from kernels.flash.hopper.columns import first_of, multiplied, rest_of
 from kernels.flash.hopper.descriptors import layout_of, tile_width
-from kernels.flash.hopper.forward_tiles import box_width, is_split
 from kernels.flash.hopper.pipeline import fetch, make_ring
 from kernels.flash.hopper.spec import specify
+from kernels.flash.hopper.split_tiles import box_width, is_split
 from kernels.flash.masks import block_lists, document_bounds
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, block_mask, documents, inputs
@@ -311,6 +312,18 @@ def test_wide_backward_with_features(machine, mask: str, given: dict[str, object
     check("backward", machine, q_len, kv_len, head_dim, mask != "full", **heads, **given, **bounds)
 
 
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("head_dim", [160, 192])
+@pytest.mark.parametrize("of_dq", [4, 5])
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+def test_wide_backward_with_more_stages(machine, monkeypatch, mask: str, of_dq: int, head_dim: int) -> None:
+    """Tiles of 128 and 64 columns leave room for more stages than the kernels take."""
+    monkeypatch.setattr(wide_dkdv, "SPLIT_STAGES", 3)
+    monkeypatch.setattr(wide_dq, "SPLIT_STAGES", of_dq)
+    given = {"window": (70, 0)} if mask == "window" else {}
+    check("backward", machine, 400, 400, head_dim, mask != "full", batch=2, **given)
+
+
 @pytest.mark.one_in(9)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -376,7 +389,7 @@ def test_head_dims_that_share_a_kernel_multiply_the_same_columns() -> None:
         assert [first_of(columns), rest_of(columns)] == [first_of(head_dim), rest_of(head_dim)]
 
 
-def test_the_forwards_two_tiles_have_all_columns_that_are_multiplied() -> None:
+def test_the_two_tiles_of_a_stage_have_all_columns_that_are_multiplied() -> None:
     """128 and 64, three times what a descriptor moves."""
     split = [head_dim for head_dim in range(8, 257, 8) if is_split(head_dim)]
     assert split == list(range(136, 193, 8))

@@ -2,11 +2,11 @@
 
 forward.py, backward.py         the kernels; backward_loads.py: two of the backward's warps
 wide_dkdv.py, wide_dq.py        the backward above head_dim 128
-forward_tiles.py, forward_output.py   the forward's Q, K and V in shared memory; how its output leaves
+forward_output.py                how the forward's output leaves
 spec.py                          what the forward knows of a call at compile time
 forward_schedule.py, backward_schedule.py   the tiles and work items that a program takes, and their order
 scheduler.py                     dynamic scheduling: programs claim them by a counter
-pipeline.py, descriptors.py      rings of tiles in shared memory; TMA descriptors
+pipeline.py, split_tiles.py, descriptors.py   rings of tiles in shared memory, of one array or two; TMA descriptors
 columns.py                       which columns of a tile are multiplied, and results in one part or two
 primitives.py                    what Triton's releases name differently; programmatic dependent launch
 softmax.py, masks.py, dropout.py, score_mods.py   on tiles in registers

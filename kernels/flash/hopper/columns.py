@@ -1,7 +1,7 @@
 """Which columns of a tile are multiplied, and results that have head_dim columns.
 
 Tiles have 64, 128 or 256 columns (`tile_width`), as Gluon's shapes are powers of two; TMA fills them up with zeros.
-In place of 256 the forward has 128 and 64, where that is enough (forward_tiles.py).
+In place of 256 there are tiles of 128 and 64, where that is enough (split_tiles.py).
 If at least half of the second half is zeros, only the columns there that head_dim needs are multiplied, up to the
 next power of two: at 32 and below, 32 in place of 64; at 96, 64 + 32 in place of 128; at 160, 128 + 32 in place of
 256. So a sum over columns is issued as one product or two, and out, dK, dV and, above head_dim 128, dQ are tuples of

@@ -39,21 +39,21 @@ from .forward_schedule import (
     q_slot,
     static_tile,
 )
-from .forward_tiles import SplitRing, fetch_rows, make_tiles, tile_at
 from .masks import mask_before, mask_scores
 from .padding import clear_padding, key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import alibi_of, modify_scores, score_exp2_scale
 from .softmax import first_softmax, pack, softmax, unpack, widen
+from .split_tiles import fetch_rows, make_tiles, tile_at
 
 
 class Rings(NamedTuple):
     """The producer-to-consumer pipelines, one for each operand."""
 
-    q: Ring | SplitRing
-    k: Ring | SplitRing
-    v: Ring | SplitRing
+    q: Ring
+    k: Ring
+    v: Ring
 
 
 @gluon.jit
@@ -73,7 +73,7 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
     for which in gl.static_range(SPEC.CONSUMERS):
         slot = q_slot(ordinal, which, SPEC)
         row = first_row + which * ROWS
-        fetch_rows(q_desc, batch, head, row, rings.q, slot, q_phase(ordinal, which, SPEC), SPEC.HEAD_DIM)
+        fetch_rows(q_desc, batch, head, row, rings.q, slot, q_phase(ordinal, which, SPEC))
     if SPEC.LISTED:
         List = list_of(first_row // SPEC.BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
@@ -84,10 +84,10 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
         first_key = (blocks - 1 - passed) * SPEC.BLOCK_N
         if SPEC.LISTED:
             first_key = gl.load(List + blocks - passed) * SPEC.BLOCK_N
-        fetch_rows(k_desc, batch, kv_head, first_key, rings.k, stage, phase, SPEC.HEAD_DIM)
+        fetch_rows(k_desc, batch, kv_head, first_key, rings.k, stage, phase)
         if SPEC.Q_SLOTS < 2 * SPEC.CONSUMERS:
             wait_for_queries(ordinal, rings, SPEC)
-        fetch_rows(v_desc, batch, kv_head, first_key, rings.v, stage, phase, SPEC.HEAD_DIM)
+        fetch_rows(v_desc, batch, kv_head, first_key, rings.v, stage, phase)
         stage, phase = next_position(stage, phase, SPEC.STAGES)
     return stage, phase
 
@@ -143,8 +143,8 @@ def skip_key_blocks(blocks, rings, stage, phase, SPEC: gl.constexpr):
 def issue_qk(rings, slot, stage, phase, SEEN: gl.constexpr, SPEC: gl.constexpr):
     """Issue q k^T for the first SEEN keys of `stage`, asynchronously: float32 (ROWS, SEEN)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SEEN, 16])
-    q = tile_at(rings.q, slot, ROWS, SPEC.HEAD_DIM)
-    k = tile_at(rings.k, stage, SEEN, SPEC.HEAD_DIM)
+    q = tile_at(rings.q.tiles, slot, 0, ROWS, SPEC.HEAD_DIM)
+    k = tile_at(rings.k.tiles, stage, 0, SEEN, SPEC.HEAD_DIM)
     nothing = gl.zeros([ROWS, SEEN], gl.float32, layout)
     mbarrier.wait(rings.k.full.index(stage), phase)
     return multiply_parts(q, k, nothing, False)
@@ -153,8 +153,8 @@ def issue_qk(rings, slot, stage, phase, SEEN: gl.constexpr, SPEC: gl.constexpr):
 @gluon.jit
 def issue_pv(p, accs, rings, stage, phase, SPEC: gl.constexpr):
     """Issue accs + p v for the values of `stage`, asynchronously. p: packed, as `pack` returns it."""
-    v = tile_at(rings.v, stage, SPEC.BLOCK_N, SPEC.HEAD_DIM)
-    p = unpack(p, rings.v.tiles.dtype, accs[0].type.layout)
+    v = tile_at(rings.v.tiles, stage, 0, SPEC.BLOCK_N, SPEC.HEAD_DIM)
+    p = unpack(p, rings.v.tiles[0].dtype, accs[0].type.layout)
     if not SPEC.EXP_BEFORE_WAIT:
         mbarrier.wait(rings.v.full.index(stage), phase)
     return multiply_parts_into(p, v, accs)
@@ -177,7 +177,7 @@ def pipelined_step(
     if SPEC.DROP is not None:
         # Drawn between two waits, across which ptxas moves nothing; else it would draw before Q K^T, or after its
         # end. At width 128 the first wait costs registers, and up to 20 B are spilled.
-        if rings.q.tiles.shape[4] == 64:
+        if rings.q.tiles[0].shape[4] == 64:
             mbarrier.wait(rings.k.full.index(next_stage), next_phase)
         draw = Draw(gl.load(sizes.Seed), batch, head, first_row, first_key)
         words = draw_words(draw, ROWS, SPEC.BLOCK_N)
@@ -202,7 +202,7 @@ def pipelined_step(
     mbarrier.arrive(rings.v.empty.index(stage))
     accs = rescale_sums(accs, rescale)
     # Packed only now: packing before that wait makes ptxas serialise the wgmmas (C7513).
-    return accs, pack(new_p, rings.v.tiles.dtype), row_max, row_sum, next_stage, next_phase
+    return accs, pack(new_p, rings.v.tiles[0].dtype), row_max, row_sum, next_stage, next_phase
 
 
 @gluon.jit
@@ -213,8 +213,8 @@ def attend(
 
     ordinal: how many tiles this program did before; it selects the Q slot and phase. Returns the K/V ring position.
     """
-    WIDTH: gl.constexpr = rings.q.tiles.shape[4]
-    dtype: gl.constexpr = rings.q.tiles.dtype
+    WIDTH: gl.constexpr = rings.q.tiles[0].shape[4]
+    dtype: gl.constexpr = rings.q.tiles[0].dtype
     SEEN: gl.constexpr = SPEC.BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else SPEC.BLOCK_N
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
@@ -253,7 +253,7 @@ def attend(
     if sizes.KvLengths is not None:
         scores = mask_padding(scores, end - last_key)
         mbarrier.wait(rings.v.full.index(stage), phase)
-        clear_padding(rings.v.tiles.index(stage).reshape([SPEC.BLOCK_N, WIDTH]), end - last_key)
+        clear_padding(rings.v.tiles[0].index(stage).reshape([SPEC.BLOCK_N, WIDTH]), end - last_key)
     p, row_max, row_sum = first_softmax(scores, score_exp2_scale(exp2_scale, alibi, SPEC), words, dtype, SPEC)
     if SEEN < SPEC.BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)
@@ -286,7 +286,7 @@ def attend(
         mbarrier.arrive(rings.q.empty.index(slot))
     accs = wait_for_sums(issue_pv(p, accs, rings, stage, phase, SPEC))
     mbarrier.arrive(rings.v.empty.index(stage))
-    tile = rings.q.tiles.index(slot)
+    tile = rings.q.tiles[0].index(slot)
     store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, sizes, SPEC)
     stage, phase = next_position(stage, phase, SPEC.STAGES)
     if SPEC.BOUNDED:

@@ -16,10 +16,10 @@ from .dq import SUM_BLOCK, delta_kernel, round_kernel, sum_block
 from .dropout import drop_of
 from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS
-from .forward_tiles import box_width
 from .padding import clear_kernel
 from .primitives import OVERLAPPED, compile_options
 from .spec import FEW, block_n, has_few_tiles, specify
+from .split_tiles import box_width
 from .wide_dkdv import KEYS as WIDE_KEYS
 from .wide_dkdv import WIDTH, dkdv_kernel
 from .wide_dq import dq_kernel
@@ -362,7 +362,8 @@ def _backward_wide(
 
 
 def _describe_wide(*moved: Tensor) -> tuple[Descriptor, ...]:
-    return tuple(rows_of(x, ROWS.value) for x in moved)  # WIDE_KEYS is the same number
+    columns = box_width(moved[0].shape[3])
+    return tuple(rows_of(x, ROWS.value, columns) for x in moved)  # WIDE_KEYS is the same number as ROWS
 
 
 def _of_every_head(q: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:

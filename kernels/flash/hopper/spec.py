@@ -23,7 +23,7 @@ WIDE_STATIC_FROM = 4096
 class ForwardSpec:
     """Compile-time parameters of the forward, passed as one argument."""
 
-    HEAD_DIM: gl.constexpr  # columns of out; tiles are filled up (forward_tiles.py)
+    HEAD_DIM: gl.constexpr  # columns of out; tiles are filled up (split_tiles.py)
     BLOCK_N: gl.constexpr  # keys in a tile
     GROUP: gl.constexpr  # query heads per key head
     CAUSAL: gl.constexpr

@@ -8,8 +8,8 @@ A work item is 64 keys of a head against all blocks of 64 queries that see them.
 two consumer warpgroups by queries, dK and dV by dimensions: each multiplies all of P and dS, which pass through
 shared memory. P's product runs under the arithmetic of dS, dP's under the exponentials.
 
-Up to head_dim 192 not all of a tile's columns are multiplied (columns.py). The first warpgroup then has the first 128
-of dK and the rest of dV, the second the others, so that both have equally many.
+Up to head_dim 192 tiles have 128 and 64 columns, of which not all are multiplied (split_tiles.py, columns.py). The
+first warpgroup then has the first 128 of dK and the rest of dV, the second the others: both have equally many.
 
 Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention, windows and documents under the
 causal mask (bounds.py), softcap and ALiBi (score_mods.py); all else is left to the portable kernels. With grouped
@@ -28,17 +28,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bounds import Bounds, end_rows
-from .columns import accumulator_layout, multiply_columns, parts_of, rest_of, rows_layout
+from .columns import accumulator_layout, multiply_parts, parts_of, rest_of, rows_layout
 from .forward_schedule import ROWS
 from .masks import mask_from_end, masked_bias
-from .pipeline import LOG2_E, Ring, arrive, fetch, make_barriers, make_ring, opaque, sync_consumers
-from .primitives import tma_load
+from .pipeline import LOG2_E, Ring, arrive, make_barriers, opaque, sync_consumers
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import probabilities, slope_of, with_distances
+from .split_tiles import (
+    allocate_tiles,
+    bytes_of,
+    fetch_rows,
+    half_at,
+    is_split,
+    load_rows,
+    make_tiles,
+    phase_of,
+    stage_of,
+    tile_at,
+)
 
 KEYS = gl.constexpr(64)
 WIDTH = gl.constexpr(256)  # columns of a tile
-STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q and dO
+STAGES = gl.constexpr(2)  # tiles in shared memory of each of Q and dO: 216 KB with all else
+# Of tiles of 128 and 64 columns (split_tiles.py): 168 KB. With 3, for which there is room, 216.
+SPLIT_STAGES = gl.constexpr(2)
 
 
 class Sizes(NamedTuple):
@@ -86,8 +99,8 @@ class WorkItem(NamedTuple):
 class Shared(NamedTuple):
     """What the warps of a program share."""
 
-    k_tiles: gl.shared_memory_descriptor
-    v_tiles: gl.shared_memory_descriptor
+    k_tiles: tuple[gl.shared_memory_descriptor, ...]  # as in split_tiles.py
+    v_tiles: tuple[gl.shared_memory_descriptor, ...]
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
     queries: Ring
@@ -140,17 +153,17 @@ def load_queries(
         pending = issue_claim(Counter)
         item = decode_keys(index, sizes, CAUSAL)
         for step in range(item.steps):
-            stage = (tiles_before + step) % STAGES
-            phase = (tiles_before + step) // STAGES & 1
-            coordinates = [item.batch, item.head, (item.last_block - step) * ROWS, 0]
-            fetch(q_desc, coordinates, shared.queries, stage, phase)
+            stage = stage_of(shared.queries, tiles_before + step)
+            phase = phase_of(shared.queries, tiles_before + step)
+            row = (item.last_block - step) * ROWS
+            fetch_rows(q_desc, item.batch, item.head, row, shared.queries, stage, phase)
             if step == 0:  # after Q, whose stage is free before the previous item's last step
                 mbarrier.wait(shared.kv_empty, (ordinal & 1) ^ 1)
-                mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                keys = [item.batch, item.head // GROUP, item.key_block * KEYS, 0]
-                tma_load(k_desc, keys, shared.kv_full, shared.k_tiles.index(0))
-                tma_load(v_desc, keys, shared.kv_full, shared.v_tiles.index(0))
-            fetch(do_desc, coordinates, shared.d_outs, stage, phase)
+                full, kv_head, first_key = shared.kv_full, item.head // GROUP, item.key_block * KEYS
+                mbarrier.expect(full, bytes_of(k_desc, shared.k_tiles) + bytes_of(v_desc, shared.v_tiles))
+                load_rows(k_desc, item.batch, kv_head, first_key, shared.k_tiles, 0, full)
+                load_rows(v_desc, item.batch, kv_head, first_key, shared.v_tiles, 0, full)
+            fetch_rows(do_desc, item.batch, item.head, row, shared.d_outs, stage, phase)
         tiles_before += item.steps
         ordinal += 1
         index = publish_claim(pending, shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
@@ -246,16 +259,15 @@ def process_queries(
     DK_DIMS: gl.constexpr = dk.shape[1]
     DV_DIMS: gl.constexpr = dv.shape[1]
     scores_layout: gl.constexpr = bias.type.layout
-    dtype: gl.constexpr = shared.k_tiles.dtype
-    stage = tile % STAGES
-    phase = tile // STAGES & 1
+    dtype: gl.constexpr = shared.p.dtype
+    stage, phase = stage_of(shared.queries, tile), phase_of(shared.queries, tile)
     # Index 0 (there are fewer than 2^30 tiles), hidden from the compilers. Otherwise they hoist the descriptors of
     # the loop-invariant operands out of the loop, which are more than there are uniform registers, and spill 100 B.
     opaque_zero = tile >> 30
-    k = shared.k_tiles.index(opaque_zero).reshape([KEYS, WIDTH])
-    v = shared.v_tiles.index(opaque_zero).reshape([KEYS, WIDTH])
-    q = shared.queries.tiles.index(stage).reshape([ROWS, WIDTH])
-    d_out = shared.d_outs.tiles.index(stage).reshape([ROWS, WIDTH])
+    k = tile_at(shared.k_tiles, opaque_zero, 0, KEYS, HEAD_DIM)
+    v = tile_at(shared.v_tiles, opaque_zero, 0, KEYS, HEAD_DIM)
+    q = tile_at(shared.queries.tiles, stage, WHICH * HALF, HALF, HEAD_DIM)
+    d_out = tile_at(shared.d_outs.tiles, stage, WHICH * HALF, HALF, HEAD_DIM)
     rows = first_row + WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(0, scores_layout))
     lse = (
         gl.load(Lse + (flat_head * sizes.q_len + rows), mask=rows < sizes.q_len, other=float("-inf")) * LOG2_E
@@ -263,9 +275,9 @@ def process_queries(
     delta = gl.load(Delta + (flat_head * sizes.q_len + rows), mask=rows < sizes.q_len, other=0.0)
     zeros = gl.zeros([KEYS, HALF], gl.float32, scores_layout)
     mbarrier.wait(shared.queries.full.index(stage), phase)
-    s = multiply_columns(k, q.slice(WHICH * HALF, HALF), bias, CAUSAL, HEAD_DIM)
+    s = multiply_parts(k, q, bias, CAUSAL)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
-    dp = multiply_columns(v, d_out.slice(WHICH * HALF, HALF), zeros, False, HEAD_DIM)
+    dp = multiply_parts(v, d_out, zeros, False)
     if SOFTCAP > 0:
         lse -= SOFTCAP * LOG2_E
     # +inf for fully masked rows and rows beyond the end, whose P = exp2(S - inf) is then 0.
@@ -274,12 +286,12 @@ def process_queries(
     lse = with_distances(lse, slope, rows_of_keys, CAUSAL, scores_layout)
     p, of_ds = probabilities(s, lse, scale * LOG2_E, SOFTCAP)
     # Two buffers: the other warpgroup may still be multiplying the previous P.
-    p_buffer = 2 * stage
+    p_buffer = 2 * (tile % 2)
     shared.p.index(p_buffer + WHICH).store(p.to(dtype))
     fence_async_shared()
     sync_consumers()
     for half in gl.static_range(2):
-        part = d_out.slice(half * HALF, HALF).slice(DV_HALF * (WIDTH // 2), DV_DIMS, dim=1)
+        part = half_at(shared.d_outs.tiles, stage, half * HALF, HALF, DV_HALF, DV_DIMS)
         dv = warpgroup_mma(shared.p.index(p_buffer + half), part, dv, is_async=True)
     dp = warpgroup_mma_wait(2, [dp])
     arrive(shared.kv_empty, last)
@@ -288,7 +300,7 @@ def process_queries(
     fence_async_shared()
     sync_consumers()
     for half in gl.static_range(2):
-        part = q.slice(half * HALF, HALF).slice(WHICH * (WIDTH // 2), DK_DIMS, dim=1)
+        part = half_at(shared.queries.tiles, stage, half * HALF, HALF, WHICH, DK_DIMS)
         dk = warpgroup_mma(shared.ds.index(half), part, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     arrive(shared.queries.empty.index(stage))
@@ -320,9 +332,9 @@ def dkdv_kernel(
 ):  # fmt: skip
     """dK and dV of every query head. Grid: (programs,), one for each SM but no more than work items.
 
-    The descriptors move (1, 1, 64, 256). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32 0.
-    DocumentEnd, left: of windows and documents (bounds.py), or None, as Slopes (heads,) without ALiBi. GROUP: query
-    heads per head of K and V.
+    The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
+    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as Slopes (heads,) without ALiBi. GROUP:
+    query heads per head of K and V.
     """
     dtype: gl.constexpr = q_desc.dtype
     if HEAD_DIM % 16 != 0:  # as in `store_rows`
@@ -333,13 +345,14 @@ def dkdv_kernel(
     if left is not None:
         bounds = Bounds(None, DocumentEnd, left, q_len)
     sizes = Sizes(heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, Slopes)
-    k_tiles = gl.allocate_shared_memory(dtype, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
-    v_tiles = gl.allocate_shared_memory(dtype, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
-    queries = make_ring(q_desc, STAGES, 2)
-    d_out_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], do_desc.layout)
-    d_outs = Ring(d_out_tiles, make_barriers(STAGES, 1), queries.empty)
+    k_tiles = allocate_tiles(k_desc, 1, HEAD_DIM)
+    v_tiles = allocate_tiles(v_desc, 1, HEAD_DIM)
+    stages: gl.constexpr = SPLIT_STAGES if is_split(HEAD_DIM) else STAGES
+    queries = make_tiles(q_desc, stages, 2, HEAD_DIM)
+    d_out_tiles = allocate_tiles(do_desc, stages, HEAD_DIM)
+    d_outs = Ring(d_out_tiles, make_barriers(stages, 1), queries.empty)
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS // 2], dtype)
-    p = gl.allocate_shared_memory(dtype, [2 * STAGES, KEYS, ROWS // 2], half)
+    p = gl.allocate_shared_memory(dtype, [4, KEYS, ROWS // 2], half)
     ds = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS // 2], half)
     kv_full = make_barriers(1, 1).index(0)
     kv_empty = make_barriers(1, 2).index(0)

@@ -3,8 +3,8 @@
 The forward's tile and order: 128 queries, 64 for each of two consumer warpgroups, against blocks of 64 keys. The
 warpgroups exchange nothing: while one computes dS, the other's products run.
 
-Up to head_dim 192 not all of a tile's columns are multiplied, and dQ is two tensors (columns.py). Covers what
-wide_dkdv.py does.
+Up to head_dim 192 tiles have 128 and 64 columns (split_tiles.py), of which not all are multiplied, and dQ is two
+tensors (columns.py). Covers what wide_dkdv.py does.
 """
 
 from typing import NamedTuple
@@ -18,15 +18,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bounds import Bounds, first_keys
-from .columns import multiply_columns, multiply_into, no_sums, parts_of, wait_keeping
+from .columns import multiply_parts, multiply_parts_into, no_sums, parts_of, wait_keeping
 from .forward_schedule import ROWS, ForwardSizes, count_key_blocks, decode_tile, first_key_block
 from .masks import mask_before, mask_scores
-from .pipeline import LOG2_E, Ring, arrive, fetch, make_ring, opaque
+from .pipeline import LOG2_E, Ring, arrive, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import alibi_of, modify_scores, probabilities
-from .wide_dkdv import KEYS, WIDTH, store_rows
+from .split_tiles import fetch_rows, is_split, make_tiles, phase_of, stage_of, tile_at
+from .wide_dkdv import KEYS, store_rows
 
-STAGES = gl.constexpr(2)  # blocks of K in shared memory; one of V is enough, which is free after dP
+# Blocks of K and V together in shared memory: two of K and one of V, which is free after dP. With Q and dO 224 KB.
+STAGES = gl.constexpr(3)
+# Of tiles of 128 and 64 columns (split_tiles.py): 168 KB. There is room for 4, with a second block of V, 192, and for
+# 5, with a third of K, 216.
+SPLIT_STAGES = gl.constexpr(3)
 
 
 class Rows(NamedTuple):
@@ -59,16 +64,17 @@ def load_keys(q_desc, k_desc, v_desc, do_desc, Counter, rings, claims, sizes, SP
         pending = issue_claim(Counter)
         first_row, head, batch = decode_tile(index, sizes, SPEC)
         for which in gl.static_range(2):
-            coordinates = [batch, head, first_row + which * ROWS, 0]
-            fetch(q_desc, coordinates, rings.q, which, ordinal & 1)
-            fetch(do_desc, coordinates, rings.d_out, which, ordinal & 1)
+            row = first_row + which * ROWS
+            fetch_rows(q_desc, batch, head, row, rings.q, which, ordinal & 1)
+            fetch_rows(do_desc, batch, head, row, rings.d_out, which, ordinal & 1)
         blocks = count_key_blocks(first_row + 2 * ROWS, sizes.kv_len, sizes, SPEC)
         visited = blocks - first_key_block(first_row, batch, sizes, SPEC)
         for passed in range(visited):
             block = blocks_before + passed
-            keys = [batch, head // SPEC.GROUP, (blocks - 1 - passed) * KEYS, 0]
-            fetch(k_desc, keys, rings.k, block % STAGES, block // STAGES & 1)
-            fetch(v_desc, keys, rings.v, 0, block & 1)
+            kv_head, first_key = head // SPEC.GROUP, (blocks - 1 - passed) * KEYS
+            k_stage, v_stage = stage_of(rings.k, block), stage_of(rings.v, block)
+            fetch_rows(k_desc, batch, kv_head, first_key, rings.k, k_stage, phase_of(rings.k, block))
+            fetch_rows(v_desc, batch, kv_head, first_key, rings.v, v_stage, phase_of(rings.v, block))
         blocks_before += visited
         ordinal += 1
         index = publish_claim(pending, claims, ordinal, sizes.tiles)
@@ -81,10 +87,11 @@ def skip_key_blocks(first, count, rings):
     Waiting keeps this one's arrivals in the right phase. Returns the number of the next block.
     """
     for block in range(first, first + count):
-        mbarrier.wait(rings.k.full.index(block % STAGES), block // STAGES & 1)
-        arrive(rings.k.empty.index(block % STAGES))
-        mbarrier.wait(rings.v.full.index(0), block & 1)
-        arrive(rings.v.empty.index(0))
+        k_stage, v_stage = stage_of(rings.k, block), stage_of(rings.v, block)
+        mbarrier.wait(rings.k.full.index(k_stage), phase_of(rings.k, block))
+        arrive(rings.k.empty.index(k_stage))
+        mbarrier.wait(rings.v.full.index(v_stage), phase_of(rings.v, block))
+        arrive(rings.v.empty.index(v_stage))
     return first + count
 
 
@@ -158,34 +165,34 @@ def process_keys(
     bias: initial accumulator of S, -inf at masked elements. lse: base 2, with softcap minus the cap. alibi: an Alibi
     or None. first_key: of the block. last: whether Q and dO are released after dP.
     """
-    dtype: gl.constexpr = rings.k.tiles.dtype
+    dtype: gl.constexpr = rings.k.tiles[0].dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
-    stage = block % STAGES
+    k_stage, v_stage = stage_of(rings.k, block), stage_of(rings.v, block)
     own = WHICH + (block >> 30)  # WHICH, hidden as in wide_dkdv.py; else 716 B are spilled
-    q = rings.q.tiles.index(own).reshape([ROWS, WIDTH])
-    d_out = rings.d_out.tiles.index(own).reshape([ROWS, WIDTH])
-    k = rings.k.tiles.index(stage).reshape([KEYS, WIDTH])
+    q = tile_at(rings.q.tiles, own, 0, ROWS, SPEC.HEAD_DIM)
+    d_out = tile_at(rings.d_out.tiles, own, 0, ROWS, SPEC.HEAD_DIM)
+    k = tile_at(rings.k.tiles, k_stage, 0, KEYS, SPEC.HEAD_DIM)
     # 0, hidden too where a feature needs registers: 4 to 84 B are spilled otherwise
-    only = block >> 30 if SPEC.BOUNDED or SPEC.SOFTCAP > 0 or alibi is not None else 0
-    v = rings.v.tiles.index(only).reshape([KEYS, WIDTH])
+    hidden = block >> 30 if SPEC.BOUNDED or SPEC.SOFTCAP > 0 or alibi is not None else 0
+    v = tile_at(rings.v.tiles, v_stage + hidden, 0, KEYS, SPEC.HEAD_DIM)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, bias.type.layout)
-    mbarrier.wait(rings.k.full.index(stage), block // STAGES & 1)
-    s = multiply_columns(q, k, bias, True, SPEC.HEAD_DIM)
-    mbarrier.wait(rings.v.full.index(0), block & 1)
-    dp = multiply_columns(d_out, v, zeros, False, SPEC.HEAD_DIM)
+    mbarrier.wait(rings.k.full.index(k_stage), phase_of(rings.k, block))
+    s = multiply_parts(q, k, bias, True)
+    mbarrier.wait(rings.v.full.index(v_stage), phase_of(rings.v, block))
+    dp = multiply_parts(d_out, v, zeros, False)
     s = warpgroup_mma_wait(parts_of(SPEC.HEAD_DIM), [s])
     if alibi is not None:
         of_ds = gl.exp2(modify_scores(s, scale * LOG2_E, alibi, first_key, SPEC) - lse[:, None])
     else:
         _, of_ds = probabilities(s, lse[:, None], scale * LOG2_E, SPEC.SOFTCAP)
     dp = warpgroup_mma_wait(0, [dp])
-    arrive(rings.v.empty.index(0))
+    arrive(rings.v.empty.index(v_stage))
     arrive(rings.q.empty.index(own), last)
     arrive(rings.d_out.empty.index(own), last)
     ds = gl.convert_layout((of_ds * (dp - delta[:, None])).to(dtype), operand)
     # The register operand stays live until it has been read: ptxas before 13.3 reuses its registers at once.
-    dq, _ = wait_keeping(multiply_into(ds, k, dq, SPEC.HEAD_DIM), (ds,), 0)
-    arrive(rings.k.empty.index(stage))
+    dq, _ = wait_keeping(multiply_parts_into(ds, k, dq), (ds,), 0)
+    arrive(rings.k.empty.index(k_stage))
     return dq
 
 
@@ -197,14 +204,17 @@ def dq_kernel(
 ):  # fmt: skip
     """dQ. Grid: (programs,), one for each SM but no more than there are tiles of 128 queries.
 
-    The descriptors move (1, 1, 64, 256). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32 0.
-    DocumentStart, left: if SPEC.BOUNDED (bounds.py), else None, as Slopes (heads,) without ALiBi.
+    The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
+    0. DocumentStart, left: if SPEC.BOUNDED (bounds.py), else None, as Slopes (heads,) without ALiBi.
     """
     if SPEC.HEAD_DIM % 16 != 0:  # as in `store_rows`
         stride_dqb, stride_dqh = stride_dqb // 8 * 8, stride_dqh // 8 * 8
-    rings = Rings(
-        make_ring(q_desc, 2, 1), make_ring(do_desc, 2, 1), make_ring(k_desc, STAGES, 2), make_ring(v_desc, 1, 2)
-    )  # fmt: skip
+    STAGES_OF_BOTH: gl.constexpr = SPLIT_STAGES if is_split(SPEC.HEAD_DIM) else STAGES
+    q = make_tiles(q_desc, 2, 1, SPEC.HEAD_DIM)
+    d_out = make_tiles(do_desc, 2, 1, SPEC.HEAD_DIM)
+    k = make_tiles(k_desc, (STAGES_OF_BOTH + 1) // 2, 2, SPEC.HEAD_DIM)
+    v = make_tiles(v_desc, STAGES_OF_BOTH // 2, 2, SPEC.HEAD_DIM)
+    rings = Rings(q, d_out, k, v)
     absent: gl.constexpr = None
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:
