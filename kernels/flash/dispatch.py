@@ -33,8 +33,8 @@ NOT_COMBINED_WITH = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
 SOFTCAP_MAX = 64.0  # their tanh is exact enough up to it; see hopper/score_mods.py
 # Features that the Hopper kernels have by the table in kernels/features.py, but that nobody wrote above head_dim 128.
 WIDE_LACKS = {
-    "forward": frozenset({"block_mask", "dropout_p", "kv_lengths", "sinks"}),
-    "backward": frozenset({"block_mask", "dropout_p", "kv_lengths"}),
+    "forward": frozenset({"block_mask", "dropout_p", "sinks"}),
+    "backward": frozenset({"block_mask", "dropout_p"}),
 }
 # Features that add no code to a pass, which takes as long without them; `delta_kernel` has the backward's.
 NO_FORM = {
@@ -156,8 +156,9 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
             return f"attention without {others[0]} combined with {name}"
     if (softcap := dict(request.numbers).get("softcap", 0.0)) > SOFTCAP_MAX:
         return f"a softcap up to {SOFTCAP_MAX:g}, not {softcap:g}"
-    if request.head_dim > 128 and {"alibi_slopes", "precise_delta"} <= features:  # spills 48 to 68 B
-        return f"head_dim 128 or less with alibi_slopes and precise_delta, not {request.head_dim}"
+    for name in ("kv_lengths", "precise_delta"):  # the forward spills 4 B (200, 232); both 48 to 68 B
+        if request.head_dim > 128 and {"alibi_slopes", name} <= features:
+            return f"head_dim 128 or less with alibi_slopes and {name}, not {request.head_dim}"
     apart = 0 if length is None or kv_len is None else kv_len - length
     if which == "forward" and "kv_lengths" in features and request.causal and apart % 64:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"

@@ -131,6 +131,11 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_wide_documents": lambda: attend(
             "hopper", 256, 1000, 1000, cu_seqlens=features()["documents"]["cu_seqlens"]
         ),
+        "hopper_wide_padding": lambda: attend("hopper", 256, 300, 300, **padding(0, 190)),
+        "hopper_wide_padding_full": lambda: attend(
+            "hopper", 160, 130, 190, kv_heads=2, causal=False, **padding(189, 1)
+        ),
+        "hopper_wide_padding_claimed": lambda: attend("hopper", 192, 2100, 2100, **padding(1111, 2099)),
         "hopper_wide_alibi": lambda: attend(
             "hopper", 256, 130, 190, causal=False, alibi_slopes=torch.rand(4, device="cuda")
         ),

@@ -116,6 +116,16 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "2048 queries or more with kv_lengths, not 1024",
         ),
         ("kv_lengths", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with kv_lengths, not 80"),
+        ("kv_lengths", {"head_dim": 256}, "triton", "triton", "head_dim 64 or 128 with kv_lengths, not 256"),
+        ("kv_lengths", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
+        ("softcap kv_lengths", {"head_dim": 136, "tier": "hopper"}, "hopper", "hopper", None),
+        (
+            "alibi_slopes kv_lengths",
+            {"head_dim": 200, "tier": "hopper"},
+            "triton",
+            "triton",
+            "head_dim 128 or less with alibi_slopes and kv_lengths, not 200",
+        ),
         ("kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),
         (
             "kv_lengths",

@@ -326,6 +326,20 @@ def test_wide_backward_with_more_stages(machine, monkeypatch, mask: str, of_dq: 
 
 @pytest.mark.one_in(9)
 @CAUSAL
+@pytest.mark.parametrize("head_dim", [256, 160, 192, 136])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("given", [{}, {"softcap": 1.5}], ids=["plain", "softcap"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(172, 300), (130, 195), (1, 65)])
+def test_wide_key_padding(
+    machine, q_len: int, kv_len: int, given: dict[str, object], which: str, head_dim: int, causal: bool
+) -> None:
+    """No key in a batch, one, as many as a block, some of the last block, all. Padding is NaN."""
+    lengths = torch.tensor([0, 1, 64, kv_len - 1, kv_len], dtype=torch.int32)
+    check(which, machine, q_len, kv_len, head_dim, causal, batch=5, kv_lengths=lengths, **given)
+
+
+@pytest.mark.one_in(9)
+@CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("q_len", "kv_len"), LENGTHS)
 def test_forward(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:

@@ -40,12 +40,12 @@ from .forward_schedule import (
     static_tile,
 )
 from .masks import mask_before, mask_scores
-from .padding import clear_padding, key_end, mask_padding
+from .padding import key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import alibi_of, modify_scores, score_exp2_scale
 from .softmax import first_softmax, pack, softmax, unpack, widen
-from .split_tiles import fetch_rows, make_tiles, tile_at
+from .split_tiles import clear_rows, fetch_rows, make_tiles, tile_at
 
 
 class Rings(NamedTuple):
@@ -213,7 +213,6 @@ def attend(
 
     ordinal: how many tiles this program did before; it selects the Q slot and phase. Returns the K/V ring position.
     """
-    WIDTH: gl.constexpr = rings.q.tiles[0].shape[4]
     dtype: gl.constexpr = rings.q.tiles[0].dtype
     SEEN: gl.constexpr = SPEC.BLOCK_N // 2 if SPEC.HALVED and WHICH == 0 else SPEC.BLOCK_N
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
@@ -253,7 +252,7 @@ def attend(
     if sizes.KvLengths is not None:
         scores = mask_padding(scores, end - last_key)
         mbarrier.wait(rings.v.full.index(stage), phase)
-        clear_padding(rings.v.tiles[0].index(stage).reshape([SPEC.BLOCK_N, WIDTH]), end - last_key)
+        clear_rows(rings.v.tiles, stage, end - last_key, SPEC.BLOCK_N)
     p, row_max, row_sum = first_softmax(scores, score_exp2_scale(exp2_scale, alibi, SPEC), words, dtype, SPEC)
     if SEEN < SPEC.BLOCK_N:
         p, row_max, row_sum = widen(p, row_max, row_sum, dtype)

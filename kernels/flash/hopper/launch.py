@@ -325,7 +325,8 @@ def _backward_wide(
     causal, scale, softcap, device = options.causal, options.scale, options.softcap, q.device
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     rows, keys = ROWS.value, WIDE_KEYS.value
-    starts, ends, slopes = tensors.document_starts, tensors.document_ends, tensors.alibi_slopes
+    starts, ends = tensors.document_starts, tensors.document_ends
+    lengths, slopes = tensors.kv_lengths, tensors.alibi_slopes
     bounded = options.left >= 0 or starts is not None
     left = _left(options.left, kv_len - q_len) if bounded else None
 
@@ -354,9 +355,9 @@ def _backward_wide(
     launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
     for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
     of_heads, moved = _of_every_head(q, dk, dv), (q, k, v, d_out)
-    pointers = (*of_heads, lse, delta, for_dkdv, ends, slopes)
+    pointers = (*of_heads, lse, delta, for_dkdv, ends, lengths, slopes)
     launch(pointers, ("dk dv", *key, *[x.stride() for x in of_heads]), prepare_dkdv, moved, _describe_wide)
-    of_dq = (dq, lse, delta, for_dq, starts, slopes)
+    of_dq = (dq, lse, delta, for_dq, starts, lengths, slopes)
     launch(of_dq, ("dq", *key, dq.stride()), prepare_dq, moved, _describe_wide)
     _add_up_groups((dk, dv), of_heads)
 

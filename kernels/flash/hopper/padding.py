@@ -1,10 +1,11 @@
 """Key padding in the Hopper kernels: kv_lengths, the number of keys of each batch.
 
 Neither pass visits a block of keys that is all padding: the forward's tiles end before it, and the backward passes
-over its work item, whose dK and dV `clear_kernel` sets to 0.
+over its work item, whose dK and dV `clear_kernel` sets to 0; above head_dim 128 the item has no step (wide_dkdv.py).
 
-Padding may hold anything, and 0 times NaN is NaN. So the rows of K and V beyond the last key are set to 0 in shared
-memory by every warpgroup that multiplies them. Since all write the same numbers, none waits for another.
+Padding may hold anything, and 0 times NaN is NaN. So where a sum over keys multiplies rows of K and V beyond the last
+key, they are set to 0 in shared memory by every warpgroup that does. Since all write the same numbers, none waits for
+another.
 """
 
 import triton

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .columns import columns_of, parts_of_tile, rest_of
 from .descriptors import tile_width
+from .padding import clear_padding
 from .pipeline import Ring, make_barriers
 from .primitives import reinterpret, tma_load
 
@@ -125,3 +126,10 @@ def half_at(
     else:
         tile = rows_at(tiles[0], stage, FIRST, ROWS)
         return columns_of(tile, SECOND * (tile.shape[1] // 2), COLUMNS)
+
+
+@gluon.jit
+def clear_rows(tiles, stage, keys_left, ROWS: gl.constexpr):
+    """Set a stage's rows from `keys_left` on to 0, as `clear_padding` does. ROWS: of a stage."""
+    for part in gl.static_range(len(tiles)):
+        clear_padding(rows_at(tiles[part], stage, 0, ROWS), keys_left)

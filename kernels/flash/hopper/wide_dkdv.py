@@ -12,8 +12,11 @@ Up to head_dim 192 tiles have 128 and 64 columns, of which not all are multiplie
 first warpgroup then has the first 128 of dK and the rest of dV, the second the others: both have equally many.
 
 Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention, windows and documents under the
-causal mask (bounds.py), softcap and ALiBi (score_mods.py); all else is left to the portable kernels. With grouped
-heads, every query head has its own dK and dV.
+causal mask (bounds.py), key padding, softcap and ALiBi (score_mods.py); all else is left to the portable kernels.
+With grouped heads, every query head has its own dK and dV.
+
+Key padding needs no mask here: a key's row of S^T adds to its own rows of dK and dV alone. In place of those,
+whatever they got, 0 is stored. A work item that is all padding has no step, and its K and V are not loaded.
 """
 
 from typing import NamedTuple
@@ -31,6 +34,7 @@ from .bounds import Bounds, end_rows
 from .columns import accumulator_layout, multiply_parts, parts_of, rest_of, rows_layout
 from .forward_schedule import ROWS
 from .masks import mask_from_end, masked_bias
+from .padding import key_end
 from .pipeline import LOG2_E, Ring, arrive, make_barriers, opaque, sync_consumers
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import probabilities, slope_of, with_distances
@@ -65,6 +69,7 @@ class Sizes(NamedTuple):
     row_blocks: gl.tensor
     key_blocks: gl.tensor
     bounds: Bounds  # None without window and documents
+    KvLengths: gl.tensor  # of key padding, or None
     Slopes: gl.tensor  # of ALiBi, or None
 
 
@@ -135,6 +140,8 @@ def decode_keys(index, sizes, CAUSAL: gl.constexpr):
         steps -= gl.maximum(first_row, 0) // ROWS
         masked_from -= gl.cdiv(gl.maximum(first_row + KEYS - 1, 0), ROWS)
     batch, head = flat_head // sizes.heads, flat_head % sizes.heads
+    if sizes.KvLengths is not None:
+        steps = gl.where(first_key < key_end(batch, sizes), steps, 0)
     diagonal_row = first_row - last_block * ROWS
     return WorkItem(
         batch, head, flat_head, key_block, last_block, steps, masked_until, masked_from, diagonal_row
@@ -164,6 +171,9 @@ def load_queries(
                 load_rows(k_desc, item.batch, kv_head, first_key, shared.k_tiles, 0, full)
                 load_rows(v_desc, item.batch, kv_head, first_key, shared.v_tiles, 0, full)
             fetch_rows(do_desc, item.batch, item.head, row, shared.d_outs, stage, phase)
+        if sizes.KvLengths is not None and item.steps == 0:
+            mbarrier.wait(shared.kv_empty, (ordinal & 1) ^ 1)
+            mbarrier.expect(shared.kv_full, 0)  # nothing, so that the phases still count the items
         tiles_before += item.steps
         ordinal += 1
         index = publish_claim(pending, shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
@@ -226,6 +236,11 @@ def consume_queries(
             )  # fmt: skip
         tiles_before += item.steps
         first_key = item.key_block * KEYS
+        end: gl.constexpr = None
+        if sizes.KvLengths is not None:
+            end = key_end(item.batch, sizes)
+            gl.barrier()  # all warps have come here, which in an item without a step nothing else makes sure of
+            arrive(shared.kv_empty, item.steps == 0)
         DK = (
             results.DK
             + item.batch.to(gl.int64) * results.stride_dkb
@@ -237,8 +252,8 @@ def consume_queries(
             + item.head.to(gl.int64) * results.stride_dvh
         )
         dk_dim, dv_dim = WHICH * (WIDTH // 2), DV_HALF * (WIDTH // 2)
-        store_rows(dk * scale, DK, results.stride_dkn, first_key, sizes.kv_len, dk_dim, HEAD_DIM)
-        store_rows(dv, DV, results.stride_dvn, first_key, sizes.kv_len, dv_dim, HEAD_DIM)
+        store_rows(dk * scale, DK, results.stride_dkn, first_key, sizes.kv_len, dk_dim, HEAD_DIM, end)
+        store_rows(dv, DV, results.stride_dvn, first_key, sizes.kv_len, dv_dim, HEAD_DIM, end)
         ordinal += 1
         index = read_claim(shared.claims, ordinal)
         arrive(shared.claims.empty.index((ordinal - 1) % CLAIM_STAGES))  # read a whole item ago
@@ -308,8 +323,9 @@ def process_queries(
 
 
 @gluon.jit
-def store_rows(x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.constexpr):
+def store_rows(x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.constexpr, end=None):
     """Store x (64, columns) to rows of a head from first_row on, columns from first_dim on, as far as there are any.
+    end: the first row that gets 0 instead, or None.
 
     By way of shuffles: shared memory has the next work item's tiles by then.
     """
@@ -319,13 +335,15 @@ def store_rows(x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.cons
     x = gl.convert_layout(x.to(Out.dtype.element_ty), LAYOUT)
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
     dims = first_dim + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    if end is not None:
+        x = gl.where(first_row + rows < end, x, 0.0)
     Out += first_row.to(gl.int64) * stride_m
     gl.store(Out + rows * stride_m + dims, x, mask=(first_row + rows < length) & (dims < HEAD_DIM))
 
 
 @gluon.jit(do_not_specialize=[*Sizes._fields, "left"])
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter, DocumentEnd, Slopes,
+    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter, DocumentEnd, KvLengths, Slopes,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, left, scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -333,8 +351,8 @@ def dkdv_kernel(
     """dK and dV of every query head. Grid: (programs,), one for each SM but no more than work items.
 
     The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
-    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as Slopes (heads,) without ALiBi. GROUP:
-    query heads per head of K and V.
+    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as KvLengths (batch,) without key padding and
+    Slopes (heads,) without ALiBi. GROUP: query heads per head of K and V.
     """
     dtype: gl.constexpr = q_desc.dtype
     if HEAD_DIM % 16 != 0:  # as in `store_rows`
@@ -344,7 +362,9 @@ def dkdv_kernel(
     bounds: gl.constexpr = None
     if left is not None:
         bounds = Bounds(None, DocumentEnd, left, q_len)
-    sizes = Sizes(heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, Slopes)
+    sizes = Sizes(
+        heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, KvLengths, Slopes
+    )
     k_tiles = allocate_tiles(k_desc, 1, HEAD_DIM)
     v_tiles = allocate_tiles(v_desc, 1, HEAD_DIM)
     stages: gl.constexpr = SPLIT_STAGES if is_split(HEAD_DIM) else STAGES

@@ -21,10 +21,11 @@ from .bounds import Bounds, first_keys
 from .columns import multiply_parts, multiply_parts_into, no_sums, parts_of, wait_keeping
 from .forward_schedule import ROWS, ForwardSizes, count_key_blocks, decode_tile, first_key_block
 from .masks import mask_before, mask_scores
+from .padding import key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import alibi_of, modify_scores, probabilities
-from .split_tiles import fetch_rows, is_split, make_tiles, phase_of, stage_of, tile_at
+from .split_tiles import clear_rows, fetch_rows, is_split, make_tiles, phase_of, stage_of, tile_at
 from .wide_dkdv import KEYS, store_rows
 
 # Blocks of K and V together in shared memory: two of K and one of V, which is free after dP. With Q and dO 224 KB.
@@ -67,7 +68,7 @@ def load_keys(q_desc, k_desc, v_desc, do_desc, Counter, rings, claims, sizes, SP
             row = first_row + which * ROWS
             fetch_rows(q_desc, batch, head, row, rings.q, which, ordinal & 1)
             fetch_rows(do_desc, batch, head, row, rings.d_out, which, ordinal & 1)
-        blocks = count_key_blocks(first_row + 2 * ROWS, sizes.kv_len, sizes, SPEC)
+        blocks = count_key_blocks(first_row + 2 * ROWS, key_end(batch, sizes), sizes, SPEC)
         visited = blocks - first_key_block(first_row, batch, sizes, SPEC)
         for passed in range(visited):
             block = blocks_before + passed
@@ -96,6 +97,16 @@ def skip_key_blocks(first, count, rings):
 
 
 @gluon.jit
+def clear_last_keys(block, keys_left, rings):
+    """Set the padding in a tile's last block of keys, number `block` of a program's, to 0 before it is multiplied."""
+    k_stage, v_stage = stage_of(rings.k, block), stage_of(rings.v, block)
+    mbarrier.wait(rings.k.full.index(k_stage), phase_of(rings.k, block))
+    clear_rows(rings.k.tiles, k_stage, keys_left, KEYS)
+    mbarrier.wait(rings.v.full.index(v_stage), phase_of(rings.v, block))
+    clear_rows(rings.v.tiles, v_stage, keys_left, KEYS)
+
+
+@gluon.jit
 def consume_keys(
     of_rows, rings, claims, sizes, scale, WHICH: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
@@ -109,8 +120,9 @@ def consume_keys(
     while index >= 0:
         tile_row, head, batch = decode_tile(index, sizes, SPEC)
         first_row = tile_row + WHICH * ROWS
-        blocks = count_key_blocks(first_row + ROWS, sizes.kv_len, sizes, SPEC)
-        skipped = count_key_blocks(tile_row + 2 * ROWS, sizes.kv_len, sizes, SPEC) - blocks
+        end = key_end(batch, sizes)
+        blocks = count_key_blocks(first_row + ROWS, end, sizes, SPEC)
+        skipped = count_key_blocks(tile_row + 2 * ROWS, end, sizes, SPEC) - blocks
         blocks_before = skip_key_blocks(blocks_before, skipped, rings)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
         first = (batch * sizes.heads + head) * sizes.q_len
@@ -129,16 +141,20 @@ def consume_keys(
         zeros = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
         mbarrier.wait(rings.q.full.index(WHICH), ordinal & 1)
         mbarrier.wait(rings.d_out.full.index(WHICH), ordinal & 1)
+        if sizes.KvLengths is not None:
+            clear_last_keys(blocks_before, end - (blocks - 1) * KEYS, rings)
         for passed in range(blocks - begin):
             left = opaque(blocks - 1 - passed)  # opaque: 4 B are spilled otherwise
             bias = zeros
             if passed < CUT:
                 bias = mask_scores(zeros, first_row, left * KEYS, sizes, SPEC)
+                if sizes.KvLengths is not None:
+                    bias = mask_padding(bias, end - left * KEYS)
             if SPEC.BOUNDED and left < whole:
                 bias = mask_before(bias, first_seen, left * KEYS)
             dq = process_keys(
-                dq, bias, lse, delta, alibi, left * KEYS, blocks_before + passed, left == begin, rings, scale,
-                WHICH, SPEC,
+                dq, bias, lse, delta, alibi, left * KEYS, blocks_before + passed, left == begin, rings, sizes,
+                scale, WHICH, SPEC,
             )  # fmt: skip
         blocks_before += blocks - begin
         if SPEC.BOUNDED:
@@ -158,7 +174,8 @@ def consume_keys(
 
 @gluon.jit
 def process_keys(
-    dq, bias, lse, delta, alibi, first_key, block, last, rings, scale, WHICH: gl.constexpr, SPEC: gl.constexpr
+    dq, bias, lse, delta, alibi, first_key, block, last, rings, sizes, scale,
+    WHICH: gl.constexpr, SPEC: gl.constexpr,
 ):  # fmt: skip
     """dq, as `no_sums` returns it, and what a block of keys adds to it.
 
@@ -173,7 +190,8 @@ def process_keys(
     d_out = tile_at(rings.d_out.tiles, own, 0, ROWS, SPEC.HEAD_DIM)
     k = tile_at(rings.k.tiles, k_stage, 0, KEYS, SPEC.HEAD_DIM)
     # 0, hidden too where a feature needs registers: 4 to 84 B are spilled otherwise
-    hidden = block >> 30 if SPEC.BOUNDED or SPEC.SOFTCAP > 0 or alibi is not None else 0
+    FEW: gl.constexpr = SPEC.BOUNDED or SPEC.SOFTCAP > 0 or alibi is not None or sizes.KvLengths is not None
+    hidden = block >> 30 if FEW else 0
     v = tile_at(rings.v.tiles, v_stage + hidden, 0, KEYS, SPEC.HEAD_DIM)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, bias.type.layout)
     mbarrier.wait(rings.k.full.index(k_stage), phase_of(rings.k, block))
@@ -198,14 +216,15 @@ def process_keys(
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left"])
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, DocumentStart, Slopes,
+    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, DocumentStart, KvLengths, Slopes,
     stride_dqb, stride_dqh, stride_dqm,
     q_len, kv_len, heads, batches, heads_per_group, tiles, left, scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """dQ. Grid: (programs,), one for each SM but no more than there are tiles of 128 queries.
 
     The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
-    0. DocumentStart, left: if SPEC.BOUNDED (bounds.py), else None, as Slopes (heads,) without ALiBi.
+    0. DocumentStart, left: if SPEC.BOUNDED (bounds.py), else None, as KvLengths (batch,) without key padding and
+    Slopes (heads,) without ALiBi.
     """
     if SPEC.HEAD_DIM % 16 != 0:  # as in `store_rows`
         stride_dqb, stride_dqh = stride_dqb // 8 * 8, stride_dqh // 8 * 8
@@ -220,7 +239,7 @@ def dq_kernel(
     if SPEC.BOUNDED:
         bounds = Bounds(DocumentStart, None, left, q_len)
     sizes = ForwardSizes(
-        q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, absent, absent, absent, Slopes
+        q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, absent, KvLengths, absent, Slopes
     )
     claims = make_claims(2)
     fence_async_shared()  # make the initialised barriers visible to TMA
