@@ -33,7 +33,7 @@ NOT_COMBINED_WITH = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
 SOFTCAP_MAX = 64.0  # their tanh is exact enough up to it; see hopper/score_mods.py
 # Features that the Hopper kernels have by the table in kernels/features.py, but that nobody wrote above head_dim 128.
 WIDE_LACKS = {
-    "forward": frozenset({"block_mask", "dropout_p", "sinks"}),
+    "forward": frozenset({"block_mask", "dropout_p"}),
     "backward": frozenset({"block_mask", "dropout_p"}),
 }
 # Features that add no code to a pass, which takes as long without them; `delta_kernel` has the backward's.

@@ -136,6 +136,7 @@ def cases() -> dict[str, Callable[[], None]]:
             "hopper", 160, 130, 190, kv_heads=2, causal=False, **padding(189, 1)
         ),
         "hopper_wide_padding_claimed": lambda: attend("hopper", 192, 2100, 2100, **padding(1111, 2099)),
+        "hopper_wide_sinks": lambda: attend("hopper", 256, 130, 190, sinks=torch.zeros(4, device="cuda")),
         "hopper_wide_alibi": lambda: attend(
             "hopper", 256, 130, 190, causal=False, alibi_slopes=torch.rand(4, device="cuda")
         ),

@@ -119,6 +119,9 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("kv_lengths", {"head_dim": 256}, "triton", "triton", "head_dim 64 or 128 with kv_lengths, not 256"),
         ("kv_lengths", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
         ("softcap kv_lengths", {"head_dim": 136, "tier": "hopper"}, "hopper", "hopper", None),
+        ("sinks", {"head_dim": 256}, "triton", "hopper", "head_dim 64 or 128 with sinks, not 256"),
+        ("sinks", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
+        ("sinks window", {"head_dim": 192, "tier": "hopper"}, "hopper", "hopper", None),
         (
             "alibi_slopes kv_lengths",
             {"head_dim": 200, "tier": "hopper"},

@@ -188,10 +188,20 @@ def test_forward_with_dropout(machine, q_len: int, kv_len: int, head_dim: int, c
 
 
 @CAUSAL
-@ONE_QUICK_HEAD_DIM
+@pytest.mark.parametrize("head_dim", [64, 160, *(pytest.param(each, marks=SLOW) for each in (128, 192, 256))])
 def test_forward_with_sinks(machine, head_dim: int, causal: bool) -> None:
     """More queries than keys: under the causal mask some see their sink only."""
     check("forward", machine, 300, 130, head_dim, causal, sinks=torch.tensor([1.5, -torch.inf]))
+
+
+@pytest.mark.parametrize("mask", ["window", "documents", "padding"])
+def test_wide_sinks_with_masks(machine, mask: str) -> None:
+    masks = {
+        "window": {"window": (100, 0)},
+        "documents": {"cu_seqlens": documents(200, 2)},
+        "padding": {"kv_lengths": torch.tensor([0, 130], dtype=torch.int32)},
+    }
+    check("forward", machine, 200, 200, 160, True, batch=2, sinks=torch.tensor([1.5, -2.0]), **masks[mask])
 
 
 @pytest.mark.one_in(5)

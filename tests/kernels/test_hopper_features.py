@@ -18,14 +18,19 @@ LENGTHS += [(113, 203), (256, 512), (512, 256), (1023, 1024), (700, 30), (1, 409
 NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window", "sinks documents"]
 NAMES += ["softcap", "softcap window", "softcap kv_lengths", "alibi", "alibi window", "alibi kv_lengths"]
 NAMES += [f"precise_delta {name}" for name in ("sinks window", "documents", "sinks", "dropout", "kv_lengths")]
-WIDE_NAMES = ["window", "documents", "softcap", "softcap window", "alibi", "alibi documents", "kv_lengths"]
+WIDE_NAMES = ["window", "documents", "softcap", "softcap window", "alibi", "alibi documents"]
+WIDE_NAMES += ["kv_lengths", "sinks"]
 MORE_WIDE_NAMES = [
     "softcap documents",
     "softcap kv_lengths",
     "alibi window",
     "precise_delta documents",
     "precise_delta kv_lengths",
+    "precise_delta sinks",
     "precise_delta softcap window",
+    "sinks documents",
+    "sinks kv_lengths",
+    "sinks window",
 ]
 DROPOUT = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
 
