@@ -260,7 +260,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     lengths = job.length, job.length + sum(apart for word, apart in APART.items() if word in words)
     no_left = {} if bounded else {"left": None}  # above head_dim 128; the others ignore it
     if job.kernel == "hopper_dkdv":
-        wide = {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal, "SOFTCAP": softcap}
+        wide = {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal, "DROP": drop, "SOFTCAP": softcap}
         return {**wide, **absent, **no_left}
     uses: dict[str, Any] = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop}
     uses |= {"softcap": softcap, "precise": "precise_delta" in words}

@@ -33,8 +33,8 @@ NOT_COMBINED_WITH = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
 SOFTCAP_MAX = 64.0  # their tanh is exact enough up to it; see hopper/score_mods.py
 # Features that the Hopper kernels have by the table in kernels/features.py, but that nobody wrote above head_dim 128.
 WIDE_LACKS = {
-    "forward": frozenset({"block_mask", "dropout_p"}),
-    "backward": frozenset({"block_mask", "dropout_p"}),
+    "forward": frozenset({"block_mask"}),
+    "backward": frozenset({"block_mask"}),
 }
 # Features that add no code to a pass, which takes as long without them; `delta_kernel` has the backward's.
 NO_FORM = {
@@ -162,8 +162,12 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     apart = 0 if length is None or kv_len is None else kv_len - length
     if which == "forward" and "kv_lengths" in features and request.causal and apart % 64:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"
-    # With these, d128 with dropout spills 4 to 44 B.
-    spills = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
+    # With these, d128 with dropout spills 4 to 44 B; above 128, with precise_delta 4, and 200 to 248 4 to 20.
+    wide = request.head_dim > 128 and "dropout_p" in features
+    if wide and request.head_dim % 16:
+        return f"a head_dim that 16 divides with dropout_p above 128, not {request.head_dim}"
+    others = ("kv_lengths", "sinks", "precise_delta")[: 3 if wide else 2]
+    spills = apart % 64 or not features.isdisjoint(others)
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and spills:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
     if bounds and request.causal is False:

@@ -137,6 +137,10 @@ def cases() -> dict[str, Callable[[], None]]:
         ),
         "hopper_wide_padding_claimed": lambda: attend("hopper", 192, 2100, 2100, **padding(1111, 2099)),
         "hopper_wide_sinks": lambda: attend("hopper", 256, 130, 190, sinks=torch.zeros(4, device="cuda")),
+        "hopper_wide_dropout": lambda: attend("hopper", 256, 300, 300, dropout_p=0.1, dropout_seed=3),
+        "hopper_wide_dropout_full": lambda: attend(
+            "hopper", 160, 130, 194, kv_heads=2, causal=False, dropout_p=0.1, dropout_seed=3
+        ),
         "hopper_wide_alibi": lambda: attend(
             "hopper", 256, 130, 190, causal=False, alibi_slopes=torch.rand(4, device="cuda")
         ),

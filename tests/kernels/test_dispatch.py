@@ -122,6 +122,22 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("sinks", {"head_dim": 256}, "triton", "hopper", "head_dim 64 or 128 with sinks, not 256"),
         ("sinks", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
         ("sinks window", {"head_dim": 192, "tier": "hopper"}, "hopper", "hopper", None),
+        ("dropout_p", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
+        ("dropout_p", {"head_dim": 256}, "triton", "triton", "head_dim 128 with dropout_p, not 256"),
+        (
+            "dropout_p precise_delta",
+            {"head_dim": 256, "tier": "hopper"},
+            "triton",
+            "hopper",
+            "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64",
+        ),
+        (
+            "dropout_p",
+            {"head_dim": 200, "tier": "hopper"},
+            "triton",
+            "triton",
+            "a head_dim that 16 divides with dropout_p above 128, not 200",
+        ),
         (
             "alibi_slopes kv_lengths",
             {"head_dim": 200, "tier": "hopper"},

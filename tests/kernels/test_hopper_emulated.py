@@ -181,7 +181,7 @@ def test_the_forward_asks_for_the_bytes_of_docs_ladder(machine, length: int, row
 
 
 @CAUSAL
-@ONE_QUICK_HEAD_DIM
+@pytest.mark.parametrize("head_dim", [64, 160, *(pytest.param(each, marks=SLOW) for each in (128, 192, 256))])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), pytest.param(70, 333, marks=SLOW)])
 def test_forward_with_dropout(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
     check("forward", machine, q_len, kv_len, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
@@ -211,6 +211,20 @@ def test_wide_sinks_with_masks(machine, mask: str) -> None:
 def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, causal: bool) -> None:
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
     check("backward", machine, 300, 300, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
+
+
+@pytest.mark.one_in(5)
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [256, 160, 192])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(172, 300), (130, 195), (300, 130)])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padding"])
+def test_wide_backward_with_dropout(
+    machine, padded: bool, q_len: int, kv_len: int, head_dim: int, causal: bool
+) -> None:
+    given = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
+    if padded:
+        given["kv_lengths"] = torch.tensor([0, 70], dtype=torch.int32)
+    check("backward", machine, q_len, kv_len, head_dim, causal, batch=2, **given)
 
 
 def test_backward_with_dropout_that_rounds_to_none(machine) -> None:

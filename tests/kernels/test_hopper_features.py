@@ -19,7 +19,7 @@ NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window", "sink
 NAMES += ["softcap", "softcap window", "softcap kv_lengths", "alibi", "alibi window", "alibi kv_lengths"]
 NAMES += [f"precise_delta {name}" for name in ("sinks window", "documents", "sinks", "dropout", "kv_lengths")]
 WIDE_NAMES = ["window", "documents", "softcap", "softcap window", "alibi", "alibi documents"]
-WIDE_NAMES += ["kv_lengths", "sinks"]
+WIDE_NAMES += ["kv_lengths", "sinks", "dropout"]
 MORE_WIDE_NAMES = [
     "softcap documents",
     "softcap kv_lengths",
@@ -78,6 +78,8 @@ def test_exact_at_every_length(head_dim: int, name: str, dtype: torch.dtype, cau
     """Forward and backward, with grouped heads; two or three consumers, dQ's product in its step or a step late."""
     if ("window" in name or "documents" in name) and not causal:
         pytest.skip("those have the portable kernels")
+    if name == "dropout" and head_dim == 136:
+        pytest.skip("so has this")
     for q_len, kv_len in LENGTHS:
         ragged = (kv_len - q_len) % 64
         if "dropout" in name and head_dim > 64 and ("kv" in name or ragged):

@@ -75,14 +75,28 @@ def drop(p, words, DROP: gl.constexpr):
 
 
 @gluon.jit
-def negate(p, draw, DROP: gl.constexpr):
-    """p (keys, queries) negated where dropout drops it: there are registers for one P only."""
+def negate(p, draw, DROP: gl.constexpr, BY_ROWS: gl.constexpr = False):
+    """p (keys, queries), or if BY_ROWS (queries, keys), negated where dropout drops it: there are registers for one P
+    only."""
     layout: gl.constexpr = p.type.layout
-    keys = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
-    rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    down = gl.arange(0, p.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+    right = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    if BY_ROWS:
+        rows, keys = down, right
+    else:
+        rows, keys = right, down
     # The subtraction is an instruction. Since triton 3.8 -p is not, so ptxas defers the choice until it is used, and
     # keeps its predicates: 290 to 408 B are spilled at head_dim 64 (LOG.md).
     return gl.where(is_kept(draw.first_row, rows, draw.first_key, keys, draw, DROP), p, 0.0 - p)
+
+
+@gluon.jit
+def ds_of(p, dp, delta, DROP: gl.constexpr):
+    """dS of p; with dropout of what `negate` returned, and delta is divided by DROP.SCALE, as dS then is."""
+    ds = p * (dp - delta)
+    if DROP is not None:
+        ds = gl.maximum(p, 0.0) * dp - gl.abs(p) * delta
+    return ds
 
 
 @gluon.jit

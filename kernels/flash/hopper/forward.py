@@ -224,8 +224,8 @@ def attend(
         last_key = gl.load(List + blocks) * SPEC.BLOCK_N
     else:
         end = key_end(batch, sizes)
-        if SPEC.DROP is not None and not SPEC.CAUSAL:
-            end = opaque(end)  # or 12 B are spilled at width 128
+        if SPEC.DROP is not None and (SPEC.HEAD_DIM > 128 or not SPEC.CAUSAL):
+            end = opaque(end)  # or 12 B are spilled at width 128, and 4 at 256
         blocks = count_key_blocks(first_row + ROWS, end, sizes, SPEC)
         skipped = count_key_blocks(tile_row + ROWS * SPEC.CONSUMERS, end, sizes, SPEC) - blocks
         stage, phase = skip_key_blocks(skipped, rings, stage, phase, SPEC)

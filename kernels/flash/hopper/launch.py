@@ -327,6 +327,8 @@ def _backward_wide(
     rows, keys = ROWS.value, WIDE_KEYS.value
     starts, ends = tensors.document_starts, tensors.document_ends
     lengths, slopes = tensors.kv_lengths, tensors.alibi_slopes
+    drop = drop_of(options.dropout_p)
+    seed = tensors.seed if drop else None
     bounded = options.left >= 0 or starts is not None
     left = _left(options.left, kv_len - q_len) if bounded else None
 
@@ -339,25 +341,27 @@ def _backward_wide(
         heads_per_group = min(batch * heads, in_cache)
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
         strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
-        numbers = (*strides, *sizes, left, scale, heads // kv_heads, head_dim, causal, softcap)
+        numbers = (*strides, *sizes, left, scale, heads // kv_heads, head_dim, causal, drop, softcap)
         programs = min(batch * heads * key_blocks, sm_count(device))
         return dkdv_kernel, (programs, 1, 1), numbers, compile_options(WIDTH.value)
 
     def prepare_dq() -> Launch:
-        spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, softcap=softcap)
+        spec = specify(
+            head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, drop=drop, softcap=softcap
+        )
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False) if causal else 1
         numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, left, scale, spec)
         return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 
-    key = (q.shape, kv_heads, kv_len, causal, scale, options.left, softcap)
+    key = (q.shape, kv_heads, kv_len, causal, scale, options.left, options.dropout_p, softcap)
     of_delta = (out, out_low, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
     launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
     for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
     of_heads, moved = _of_every_head(q, dk, dv), (q, k, v, d_out)
-    pointers = (*of_heads, lse, delta, for_dkdv, ends, lengths, slopes)
+    pointers = (*of_heads, lse, delta, for_dkdv, ends, seed, lengths, slopes)
     launch(pointers, ("dk dv", *key, *[x.stride() for x in of_heads]), prepare_dkdv, moved, _describe_wide)
-    of_dq = (dq, lse, delta, for_dq, starts, lengths, slopes)
+    of_dq = (dq, lse, delta, for_dq, starts, seed, lengths, slopes)
     launch(of_dq, ("dq", *key, dq.stride()), prepare_dq, moved, _describe_wide)
     _add_up_groups((dk, dv), of_heads)
 

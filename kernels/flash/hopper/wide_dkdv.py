@@ -12,8 +12,8 @@ Up to head_dim 192 tiles have 128 and 64 columns, of which not all are multiplie
 first warpgroup then has the first 128 of dK and the rest of dV, the second the others: both have equally many.
 
 Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention, windows and documents under the
-causal mask (bounds.py), key padding, softcap and ALiBi (score_mods.py); all else is left to the portable kernels.
-With grouped heads, every query head has its own dK and dV.
+causal mask (bounds.py), key padding, dropout (dropout.py), softcap and ALiBi (score_mods.py); all else is left to the
+portable kernels. With grouped heads, every query head has its own dK and dV.
 
 Key padding needs no mask here: a key's row of S^T adds to its own rows of dK and dV alone. In place of those,
 whatever they got, 0 is stored. A work item that is all padding has no step, and its K and V are not loaded.
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .bounds import Bounds, end_rows
 from .columns import accumulator_layout, multiply_parts, parts_of, rest_of, rows_layout
+from .dropout import Draw, ds_of, negate
 from .forward_schedule import ROWS
 from .masks import mask_from_end, masked_bias
 from .padding import key_end
@@ -69,6 +70,7 @@ class Sizes(NamedTuple):
     row_blocks: gl.tensor
     key_blocks: gl.tensor
     bounds: Bounds  # None without window and documents
+    Seed: gl.tensor  # of dropout, or None
     KvLengths: gl.tensor  # of key padding, or None
     Slopes: gl.tensor  # of ALiBi, or None
 
@@ -188,7 +190,7 @@ def half_of_dv(which, head_dim):
 @gluon.jit
 def consume_queries(
     results, Lse, Delta, shared, sizes, scale,
-    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
+    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: half of the dimensions of dK and dV, together."""
     REST: gl.constexpr = rest_of(HEAD_DIM)
@@ -230,9 +232,15 @@ def consume_queries(
             if slope is not None:
                 rows_of_keys = first_visible + (step * ROWS - WHICH * (ROWS // 2))
             first_row = (item.last_block - step) * ROWS
+            draw: gl.constexpr = None
+            if DROP is not None:
+                # Opaque, and batch and head decoded in each step: otherwise 4 to 8 B are spilled at 160 and 192.
+                first_row, flat_head = opaque(first_row), opaque(item.flat_head)
+                row, key = first_row + WHICH * (ROWS // 2), item.key_block * KEYS
+                draw = Draw(gl.load(sizes.Seed), flat_head // sizes.heads, flat_head % sizes.heads, row, key)
             dk, dv = process_queries(
-                dk, dv, bias, slope, rows_of_keys, first_row, item.flat_head, tiles_before + step,
-                step == item.steps - 1, Lse, Delta, shared, sizes, scale, WHICH, HEAD_DIM, CAUSAL, SOFTCAP,
+                dk, dv, bias, draw, slope, rows_of_keys, first_row, item.flat_head, tiles_before + step,
+                step == item.steps - 1, Lse, Delta, shared, sizes, scale, WHICH, HEAD_DIM, CAUSAL, DROP, SOFTCAP,
             )  # fmt: skip
         tiles_before += item.steps
         first_key = item.key_block * KEYS
@@ -252,6 +260,8 @@ def consume_queries(
             + item.head.to(gl.int64) * results.stride_dvh
         )
         dk_dim, dv_dim = WHICH * (WIDTH // 2), DV_HALF * (WIDTH // 2)
+        if DROP is not None:
+            dk, dv = dk * DROP.SCALE, dv * DROP.SCALE
         store_rows(dk * scale, DK, results.stride_dkn, first_key, sizes.kv_len, dk_dim, HEAD_DIM, end)
         store_rows(dv, DV, results.stride_dvn, first_key, sizes.kv_len, dv_dim, HEAD_DIM, end)
         ordinal += 1
@@ -261,13 +271,14 @@ def consume_queries(
 
 @gluon.jit
 def process_queries(
-    dk, dv, bias, slope, rows_of_keys, first_row, flat_head, tile, last, Lse, Delta, shared, sizes, scale,
-    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
+    dk, dv, bias, draw, slope, rows_of_keys, first_row, flat_head, tile, last, Lse, Delta, shared, sizes, scale,
+    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """One step: S and dP of half of a block of queries, then what all of it adds to this warpgroup's dK and dV.
 
-    bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. slope, rows_of_keys: ALiBi's
-    (`with_distances`), or None. last: whether it is the last step, after whose dP K and V are released.
+    bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. draw: dropout's, or None. slope,
+    rows_of_keys: ALiBi's (`with_distances`), or None. last: whether it is the last step, after whose dP K and V are
+    released.
     """
     HALF: gl.constexpr = ROWS // 2
     DV_HALF: gl.constexpr = half_of_dv(WHICH, HEAD_DIM)
@@ -300,6 +311,10 @@ def process_queries(
     s = warpgroup_mma_wait(parts_of(HEAD_DIM), [s])
     lse = with_distances(lse, slope, rows_of_keys, CAUSAL, scores_layout)
     p, of_ds = probabilities(s, lse, scale * LOG2_E, SOFTCAP)
+    if DROP is not None:
+        delta /= DROP.SCALE
+        of_ds = negate(p, draw, DROP)
+        p = gl.maximum(of_ds, 0.0)
     # Two buffers: the other warpgroup may still be multiplying the previous P.
     p_buffer = 2 * (tile % 2)
     shared.p.index(p_buffer + WHICH).store(p.to(dtype))
@@ -310,7 +325,7 @@ def process_queries(
         dv = warpgroup_mma(shared.p.index(p_buffer + half), part, dv, is_async=True)
     dp = warpgroup_mma_wait(2, [dp])
     arrive(shared.kv_empty, last)
-    ds = of_ds * (dp - delta[None, :])
+    ds = ds_of(of_ds, dp, delta[None, :], DROP)
     shared.ds.index(WHICH).store(ds.to(dtype))
     fence_async_shared()
     sync_consumers()
@@ -343,16 +358,16 @@ def store_rows(x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.cons
 
 @gluon.jit(do_not_specialize=[*Sizes._fields, "left"])
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter, DocumentEnd, KvLengths, Slopes,
+    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter, DocumentEnd, Seed, KvLengths, Slopes,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, left, scale,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, SOFTCAP: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every query head. Grid: (programs,), one for each SM but no more than work items.
 
     The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
-    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as KvLengths (batch,) without key padding and
-    Slopes (heads,) without ALiBi. GROUP: query heads per head of K and V.
+    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as Seed without DROP, KvLengths (batch,)
+    without key padding and Slopes (heads,) without ALiBi. GROUP: query heads per head of K and V.
     """
     dtype: gl.constexpr = q_desc.dtype
     if HEAD_DIM % 16 != 0:  # as in `store_rows`
@@ -363,8 +378,8 @@ def dkdv_kernel(
     if left is not None:
         bounds = Bounds(None, DocumentEnd, left, q_len)
     sizes = Sizes(
-        heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, KvLengths, Slopes
-    )
+        heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, Seed, KvLengths, Slopes
+    )  # fmt: skip
     k_tiles = allocate_tiles(k_desc, 1, HEAD_DIM)
     v_tiles = allocate_tiles(v_desc, 1, HEAD_DIM)
     stages: gl.constexpr = SPLIT_STAGES if is_split(HEAD_DIM) else STAGES
@@ -382,10 +397,10 @@ def dkdv_kernel(
     gl.warp_specialize(
         [
             (consume_queries, (
-                results, Lse, Delta, shared, sizes, scale, gl.constexpr(0), HEAD_DIM, CAUSAL, SOFTCAP
+                results, Lse, Delta, shared, sizes, scale, gl.constexpr(0), HEAD_DIM, CAUSAL, DROP, SOFTCAP
             )),
             (consume_queries, (
-                results, Lse, Delta, shared, sizes, scale, gl.constexpr(1), HEAD_DIM, CAUSAL, SOFTCAP
+                results, Lse, Delta, shared, sizes, scale, gl.constexpr(1), HEAD_DIM, CAUSAL, DROP, SOFTCAP
             )),
             (load_queries, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, CAUSAL)),
         ],

@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .bounds import Bounds, first_keys
-from .columns import multiply_parts, multiply_parts_into, no_sums, parts_of, wait_keeping
+from .columns import multiply_parts, multiply_parts_into, no_sums, parts_of, scale_sums, wait_keeping
+from .dropout import Draw, ds_of, negate
 from .forward_schedule import ROWS, ForwardSizes, count_key_blocks, decode_tile, first_key_block
 from .masks import mask_before, mask_scores
 from .padding import key_end, mask_padding
@@ -131,6 +132,8 @@ def consume_keys(
             lse -= SPEC.SOFTCAP * LOG2_E
         lse = gl.where(lse == float("-inf"), float("inf"), lse)  # P is 0 there
         delta = gl.load(of_rows.Delta + (first + rows), mask=rows < sizes.q_len, other=0.0)
+        if SPEC.DROP is not None:
+            delta /= SPEC.DROP.SCALE
         alibi = alibi_of(head, first_row, sizes)
         begin = first_key_block(first_row, batch, sizes, SPEC)
         if SPEC.BOUNDED:
@@ -152,8 +155,11 @@ def consume_keys(
                     bias = mask_padding(bias, end - left * KEYS)
             if SPEC.BOUNDED and left < whole:
                 bias = mask_before(bias, first_seen, left * KEYS)
+            draw: gl.constexpr = None
+            if SPEC.DROP is not None:
+                draw = Draw(gl.load(sizes.Seed), batch, head, first_row, left * KEYS)
             dq = process_keys(
-                dq, bias, lse, delta, alibi, left * KEYS, blocks_before + passed, left == begin, rings, sizes,
+                dq, bias, lse, delta, draw, alibi, left * KEYS, blocks_before + passed, left == begin, rings, sizes,
                 scale, WHICH, SPEC,
             )  # fmt: skip
         blocks_before += blocks - begin
@@ -165,6 +171,8 @@ def consume_keys(
         first_row = tile_row + WHICH * ROWS
         DQ = of_rows.DQ + batch.to(gl.int64) * of_rows.stride_b + head.to(gl.int64) * of_rows.stride_h
         stride_m, q_len = of_rows.stride_m, sizes.q_len
+        if SPEC.DROP is not None:
+            dq = scale_sums(dq, SPEC.DROP.SCALE)
         for part in gl.static_range(len(dq)):
             store_rows(dq[part] * scale, DQ, stride_m, first_row, q_len, part * dq[0].shape[1], SPEC.HEAD_DIM)
         ordinal += 1
@@ -174,13 +182,13 @@ def consume_keys(
 
 @gluon.jit
 def process_keys(
-    dq, bias, lse, delta, alibi, first_key, block, last, rings, sizes, scale,
+    dq, bias, lse, delta, draw, alibi, first_key, block, last, rings, sizes, scale,
     WHICH: gl.constexpr, SPEC: gl.constexpr,
 ):  # fmt: skip
     """dq, as `no_sums` returns it, and what a block of keys adds to it.
 
-    bias: initial accumulator of S, -inf at masked elements. lse: base 2, with softcap minus the cap. alibi: an Alibi
-    or None. first_key: of the block. last: whether Q and dO are released after dP.
+    bias: initial accumulator of S, -inf at masked elements. lse: base 2, with softcap minus the cap. draw: dropout's,
+    or None. alibi: an Alibi or None. first_key: of the block. last: whether Q and dO are released after dP.
     """
     dtype: gl.constexpr = rings.k.tiles[0].dtype
     operand: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
@@ -190,8 +198,8 @@ def process_keys(
     d_out = tile_at(rings.d_out.tiles, own, 0, ROWS, SPEC.HEAD_DIM)
     k = tile_at(rings.k.tiles, k_stage, 0, KEYS, SPEC.HEAD_DIM)
     # 0, hidden too where a feature needs registers: 4 to 84 B are spilled otherwise
-    FEW: gl.constexpr = SPEC.BOUNDED or SPEC.SOFTCAP > 0 or alibi is not None or sizes.KvLengths is not None
-    hidden = block >> 30 if FEW else 0
+    MORE: gl.constexpr = draw is not None or alibi is not None or sizes.KvLengths is not None
+    hidden = block >> 30 if SPEC.BOUNDED or SPEC.SOFTCAP > 0 or MORE else 0
     v = tile_at(rings.v.tiles, v_stage + hidden, 0, KEYS, SPEC.HEAD_DIM)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, bias.type.layout)
     mbarrier.wait(rings.k.full.index(k_stage), phase_of(rings.k, block))
@@ -203,11 +211,13 @@ def process_keys(
         of_ds = gl.exp2(modify_scores(s, scale * LOG2_E, alibi, first_key, SPEC) - lse[:, None])
     else:
         _, of_ds = probabilities(s, lse[:, None], scale * LOG2_E, SPEC.SOFTCAP)
+    if SPEC.DROP is not None:
+        of_ds = negate(of_ds, draw, SPEC.DROP, True)
     dp = warpgroup_mma_wait(0, [dp])
     arrive(rings.v.empty.index(v_stage))
     arrive(rings.q.empty.index(own), last)
     arrive(rings.d_out.empty.index(own), last)
-    ds = gl.convert_layout((of_ds * (dp - delta[:, None])).to(dtype), operand)
+    ds = gl.convert_layout(ds_of(of_ds, dp, delta[:, None], SPEC.DROP).to(dtype), operand)
     # The register operand stays live until it has been read: ptxas before 13.3 reuses its registers at once.
     dq, _ = wait_keeping(multiply_parts_into(ds, k, dq), (ds,), 0)
     arrive(rings.k.empty.index(k_stage))
@@ -216,15 +226,15 @@ def process_keys(
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left"])
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, DocumentStart, KvLengths, Slopes,
+    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, DocumentStart, Seed, KvLengths, Slopes,
     stride_dqb, stride_dqh, stride_dqm,
     q_len, kv_len, heads, batches, heads_per_group, tiles, left, scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """dQ. Grid: (programs,), one for each SM but no more than there are tiles of 128 queries.
 
     The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
-    0. DocumentStart, left: if SPEC.BOUNDED (bounds.py), else None, as KvLengths (batch,) without key padding and
-    Slopes (heads,) without ALiBi.
+    0. DocumentStart, left: if SPEC.BOUNDED (bounds.py), else None, as Seed without SPEC.DROP, KvLengths (batch,)
+    without key padding and Slopes (heads,) without ALiBi.
     """
     if SPEC.HEAD_DIM % 16 != 0:  # as in `store_rows`
         stride_dqb, stride_dqh = stride_dqb // 8 * 8, stride_dqh // 8 * 8
@@ -239,7 +249,7 @@ def dq_kernel(
     if SPEC.BOUNDED:
         bounds = Bounds(DocumentStart, None, left, q_len)
     sizes = ForwardSizes(
-        q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, absent, KvLengths, absent, Slopes
+        q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, absent, KvLengths, Seed, Slopes
     )
     claims = make_claims(2)
     fence_async_shared()  # make the initialised barriers visible to TMA
