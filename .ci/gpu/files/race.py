@@ -1,7 +1,8 @@
 """Flash's Hopper kernels against the portable ones and PyTorch's: python race.py PART SEED END
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
-features, wide_features (136 to 256), combined (features with each other and of other sizes; ../rows.py reads it).
+features, wide_features and wide_padding (136 to 256), combined (features with each other and of other sizes;
+../rows.py reads it).
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
@@ -85,7 +86,7 @@ def points() -> list[Point]:
     both, causal = (True, False), (True,)
     if TRY:
         tried = {"features": ("padding", "dropout"), "combined": ("precise+documents", "window+longer")}
-        tried["wide_features"] = ("softcap+window", "documents")
+        tried |= {"wide_features": ("softcap+window", "documents"), "wide_padding": ("padding", "sinks")}
         masks = causal if PART in ("combined", "wide_features") else both
         return every("tokens", (64,), (32,), masks, tried.get(PART, ("",)))
     if PART == "plain":
@@ -114,6 +115,21 @@ def points() -> list[Point]:
             *every("grouped", (2048,), (256,), causal, ("gemma", *bounds)),
             *every("tokens", (1024,), (256,), causal, ("window+longer",)),
             *every("tokens", (2048,), (136, 224), causal, bounds + score_mods),
+        ]
+    if PART == "wide_padding":  # what is wanted most first: it may be cut
+        alone = ("padding", "dropout", "sinks")
+        return [
+            *every("tokens", (4096, 1024), (256,), both, ("padding", "dropout")),
+            *every("tokens", (4096,), (192, 160), both, ("padding", "dropout")),
+            *every("tokens", (16384,), (256,), both, ("padding", "dropout")),
+            *every("512", (2048, 512), (256,), both, ("padding", "dropout")),
+            *every("tokens", (1024, 4096), (256,), both, ("sinks",)),
+            *every("128", (1024,), (256,), both, ("padding", "dropout")),
+            *every("tokens", (1024,), (160, 192), both, alone),
+            *every("grouped", (2048,), (256,), both, ("padding", "dropout")),
+            *every("tokens", (4096,), (256,), causal, ("near", "softcap+padding", "sinks+window")),
+            *every("512", (2048,), (160, 192), both, alone),
+            *every("tokens", (2048,), (144, 224), causal, alone),
         ]
     if PART == "dims":
         return [
@@ -211,11 +227,18 @@ def library(name: str, inputs: Inputs, p: Point) -> torch.Tensor:
 
 
 def fa4_itself(inputs: Inputs, p: Point) -> torch.Tensor:
-    """By its own arguments for windows and softcap; documents as registered, ALiBi refused."""
-    names, rest = {"window": "window_size", "softcap": "softcap"}, dict(inputs.features)
+    """By its own arguments for windows, softcap, sinks and padding; documents as registered, ALiBi refused."""
+    names = {
+        "window": "window_size",
+        "softcap": "softcap",
+        "sinks": "learnable_sink",
+        "kv_lengths": "seqused_k",
+    }
+    rest = dict(inputs.features)
+    function = "flash_attn_varlen_func" if "kv_lengths" in rest else "flash_attn_func"
     own = {names[name]: rest.pop(name) for name in names if name in rest}
     attend = get_attention("fa4")
-    call = functools.partial(attend.keywords["flash_attn_func"], **own)
+    call = functools.partial(attend.keywords[function], **own)
     return attend(*inputs.qkv, causal=p.causal, flash_attn_func=call, **rest)
 
 
@@ -226,7 +249,11 @@ def contenders(p: Point) -> dict[str, Attend]:
         return found
     if p.feature:  # what the feature costs
         found["plain"] = functools.partial(flash, HOPPER, plain=True)
-        if PART == "wide_features":
+        # Under the causal mask FlashAttention-4 aligns the queries with the keys that are not padding: another task.
+        padded = "padding" in p.feature or "near" in p.feature
+        if PART == "wide_padding" and "dropout" in p.feature:
+            found["sdpa_flash"] = functools.partial(library, "sdpa_flash")
+        elif PART in ("wide_features", "wide_padding") and not (padded and p.causal):
             found["fa4"] = fa4_itself
     elif PART != "ours":
         found |= {name: functools.partial(library, name) for name in LIBRARIES}
