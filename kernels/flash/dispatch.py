@@ -162,12 +162,12 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     apart = 0 if length is None or kv_len is None else kv_len - length
     if which == "forward" and "kv_lengths" in features and request.causal and apart % 64:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"
-    # With these, d128 with dropout spills 4 to 44 B; above 128, with precise_delta 4, and 200 to 248 4 to 20.
-    wide = request.head_dim > 128 and "dropout_p" in features
-    if wide and request.head_dim % 16:
+    # 200 to 248 spill 4 to 20 B.
+    if "dropout_p" in features and request.head_dim > 128 and request.head_dim % 16:
         return f"a head_dim that 16 divides with dropout_p above 128, not {request.head_dim}"
-    others = ("kv_lengths", "sinks", "precise_delta")[: 3 if wide else 2]
-    spills = apart % 64 or not features.isdisjoint(others)
+    # With these, d128 with dropout spills 4 to 44 B, and d256 with precise_delta 4.
+    spills = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
+    spills = spills or (request.head_dim > 128 and "precise_delta" in features)
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and spills:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
     if bounds and request.causal is False:
