@@ -339,12 +339,14 @@ def test_wide_backward_with_features(machine, mask: str, given: dict[str, object
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("head_dim", [160, 192])
 @pytest.mark.parametrize("of_dq", [4, 5])
-@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "padding"])
 def test_wide_backward_with_more_stages(machine, monkeypatch, mask: str, of_dq: int, head_dim: int) -> None:
     """Tiles of 128 and 64 columns leave room for more stages than the kernels take."""
     monkeypatch.setattr(wide_dkdv, "SPLIT_STAGES", 3)
     monkeypatch.setattr(wide_dq, "SPLIT_STAGES", of_dq)
-    given = {"window": (70, 0)} if mask == "window" else {}
+    lengths = torch.tensor([0, 300], dtype=torch.int32)
+    padding = {"kv_lengths": lengths, "dropout_p": 0.2, "dropout_seed": 1}
+    given = {"window": {"window": (70, 0)}, "padding": padding}.get(mask, {})
     check("backward", machine, 400, 400, head_dim, mask != "full", batch=2, **given)
 
 

@@ -234,7 +234,7 @@ def consume_queries(
             first_row = (item.last_block - step) * ROWS
             draw: gl.constexpr = None
             if DROP is not None:
-                # Opaque, and batch and head decoded in each step: otherwise 4 to 8 B are spilled at 160 and 192.
+                # Opaque, and batch and head decoded in each step: else triton 3.8 spills 8 B at 192, and 3.9 at 256.
                 first_row, flat_head = opaque(first_row), opaque(item.flat_head)
                 row, key = first_row + WHICH * (ROWS // 2), item.key_block * KEYS
                 draw = Draw(gl.load(sizes.Seed), flat_head // sizes.heads, flat_head % sizes.heads, row, key)
