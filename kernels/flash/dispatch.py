@@ -74,10 +74,11 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(136, 256),  # 0.60 to 0.93
     ),
     # 0.81 to 0.91, at 512 queries up to 1.07; few 1.04 to 1.61. 64: many 1.00 to 1.07
-    ("forward", "dropout_p"): (Faster(128, 128, tiles=512),),
+    ("forward", "dropout_p"): (Faster(128, 128, tiles=512), Faster(136, 256, tiles=512)),
     ("forward", "kv_lengths"): (
         Faster(64, 64, 2048, 1024),  # 0.88 to 0.97; 512 and 1024 queries 1.04 to 1.07, few 0.95 to 1.48
         Faster(128, 128, tiles=512),  # 0.73 to 1.01; few 1.07 to 1.57
+        Faster(136, 256, tiles=512),
     ),
     # As without it: 64 and 128, few and many; 80, 96 and 256, many
     ("forward", "precise_delta"): (Faster(HEAD_DIM_MIN, HEAD_DIM_MAX),),
@@ -95,6 +96,8 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(136, 256, 256),  # 0.41 to 0.63; few 0.54 to 0.93, but at 128 queries 1.04 to 1.12
         Faster(256, 256, tiles=1024),  # at 128 queries 0.74 and 0.76
     ),
+    ("forward", "sinks"): WIDE_TOO,
+    ("backward", "dropout_p"): WIDE_TOO,
     ("backward", "window"): WIDE_TOO,
     **{
         (which, name): WIDE_TOO
@@ -104,6 +107,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("backward", "kv_lengths"): (
         Faster(64, 64),
         Faster(128, 128, tiles=256),  # 0.58 to 0.93; few 0.96 to 1.12
+        Faster(136, 256, tiles=512),
     ),
 }
 # For each of these, all the features it was timed with; a feature that is not here was timed with every other.
