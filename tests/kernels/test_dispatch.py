@@ -1,5 +1,6 @@
 """Which of flash's kernels run, and why, as on a Hopper GPU. Under 1 s."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,8 @@ from kernels.flash import dispatch
 from kernels.flash.call import Options, Tensors
 
 LIST = torch.zeros(1, dtype=torch.int32)
+WIDE = {"head_dim": 256, "length": 1024, "heads": 64}  # 512 tiles of 128 queries
+FEW_WIDE = WIDE | {"heads": 63}
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +78,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("softcap", {"tier": "hopper", "head_dim": 256}, "hopper", "hopper", None),
         ("softcap window", {"tier": "hopper", "head_dim": 256}, "hopper", "hopper", None),
         ("alibi_slopes cu_seqlens", {"tier": "hopper", "head_dim": 192}, "hopper", "hopper", None),
-        ("dropout_p", {}, "triton", "hopper", "head_dim 128 with dropout_p, not 64"),
+        ("dropout_p", {}, "triton", "hopper", "head_dim 128 or 136 to 256 with dropout_p, not 64"),
         ("dropout_p", {"head_dim": 128}, "hopper", "hopper", None),
         ("dropout_p window", {}, "triton", "triton", "attention without dropout_p combined with window"),
         ("window", {}, "hopper", "hopper", None),
@@ -115,15 +118,60 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "hopper",
             "2048 queries or more with kv_lengths, not 1024",
         ),
-        ("kv_lengths", {"head_dim": 80}, "triton", "triton", "head_dim 64 or 128 with kv_lengths, not 80"),
-        ("kv_lengths", {"head_dim": 256}, "triton", "triton", "head_dim 64 or 128 with kv_lengths, not 256"),
-        ("kv_lengths", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
+        (
+            "kv_lengths",
+            {"head_dim": 80},
+            "triton",
+            "triton",
+            "head_dim 64 or 128 or 136 to 256 with kv_lengths, not 80",
+        ),
+        (
+            "sinks",
+            {"head_dim": 80},
+            "triton",
+            "hopper",
+            "head_dim 64 or 128 or 136 to 256 with sinks, not 80",
+        ),
+        (
+            "dropout_p",
+            {"head_dim": 80},
+            "triton",
+            "triton",
+            "head_dim 128 or 136 to 256 with dropout_p, not 80",
+        ),
+        ("kv_lengths", WIDE, "hopper", "hopper", None),
+        ("kv_lengths", FEW_WIDE, "triton", "triton", "512 tiles of 128 queries or more with kv_lengths"),
+        ("kv_lengths", FEW_WIDE | {"tier": "hopper"}, "hopper", "hopper", None),
+        (
+            "kv_lengths",
+            WIDE | {"causal": True, "kv_len": 1025},
+            "triton",
+            "hopper",
+            "lengths that differ by a multiple of 64 with a causal kv_lengths",
+        ),
+        ("sinks kv_lengths", WIDE, "hopper", "hopper", None),
+        (
+            "softcap kv_lengths",
+            WIDE | {"head_dim": 136},
+            "triton",
+            "triton",
+            "attention without kv_lengths combined with softcap",
+        ),
         ("softcap kv_lengths", {"head_dim": 136, "tier": "hopper"}, "hopper", "hopper", None),
-        ("sinks", {"head_dim": 256}, "triton", "hopper", "head_dim 64 or 128 with sinks, not 256"),
-        ("sinks", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
-        ("sinks window", {"head_dim": 192, "tier": "hopper"}, "hopper", "hopper", None),
-        ("dropout_p", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
-        ("dropout_p", {"head_dim": 256}, "triton", "triton", "head_dim 128 with dropout_p, not 256"),
+        ("sinks", WIDE, "hopper", "hopper", None),
+        ("sinks", FEW_WIDE, "triton", "hopper", "512 tiles of 128 queries or more with sinks"),
+        ("sinks", FEW_WIDE | {"tier": "hopper"}, "hopper", "hopper", None),
+        ("sinks window", FEW_WIDE | {"head_dim": 192, "tier": "hopper"}, "hopper", "hopper", None),
+        ("dropout_p", WIDE, "hopper", "hopper", None),
+        ("dropout_p", FEW_WIDE, "triton", "triton", "512 tiles of 128 queries or more with dropout_p"),
+        ("dropout_p", FEW_WIDE | {"tier": "hopper"}, "hopper", "hopper", None),
+        (
+            "dropout_p kv_lengths",
+            WIDE,
+            "triton",
+            "hopper",
+            "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64",
+        ),
         (
             "dropout_p precise_delta",
             {"head_dim": 256, "tier": "hopper"},
@@ -131,12 +179,15 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "hopper",
             "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64",
         ),
-        (
-            "dropout_p",
-            {"head_dim": 200, "tier": "hopper"},
-            "triton",
-            "triton",
-            "a head_dim that 16 divides with dropout_p above 128, not 200",
+        *(
+            (
+                "dropout_p",
+                WIDE | {"head_dim": head_dim, "tier": tier},
+                "triton",
+                "triton",
+                f"a head_dim that 16 divides with dropout_p above 128, not {head_dim}",
+            )
+            for head_dim, tier in ((200, "hopper"), (136, "auto"))
         ),
         (
             "alibi_slopes kv_lengths",
@@ -237,22 +288,33 @@ def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pyte
         "the forward for Hopper needs 512 tiles of 128 queries or more with kv_lengths; "
         "the backward for Hopper needs 256 tiles of 128 queries or more with kv_lengths"
     )
-    both = why_portable("flash", **asked, dropout_p=0.1)
-    assert both == "the forward for Hopper needs head_dim 128 with dropout_p, not 64"
+    few = why_portable("flash", **asked | FEW_WIDE, dropout_p=0.1)
+    assert few == "those for Hopper need 512 tiles of 128 queries or more with dropout_p"
+    few = why_portable("flash", **asked | FEW_WIDE, sinks=True)
+    assert few == "the forward for Hopper needs 512 tiles of 128 queries or more with sinks"
+    one = why_portable("flash", **asked, dropout_p=0.1)
+    assert one == "the forward for Hopper needs head_dim 128 or 136 to 256 with dropout_p, not 64"
     assert why_portable("flash", **asked, dropout_p=0.1, tier="triton") is None  # as asked for
     assert why_portable("sdpa", **asked) is None
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: False)
     assert why_portable("flash", **asked, dropout_p=0.1) is None
 
 
-@pytest.mark.parametrize("head_dim", [136, 160, 192, 256])
-@pytest.mark.parametrize("features", ["window", "cu_seqlens", "softcap", "alibi_slopes", "softcap window"])
+@pytest.mark.parametrize(
+    ("features", "head_dim"),
+    [
+        *itertools.product(("window", "cu_seqlens", "softcap", "alibi_slopes"), (136, 160, 192, 256)),
+        *itertools.product(("softcap window", "sinks window", "sinks", "kv_lengths"), (136, 160, 192, 256)),
+        *itertools.product(("dropout_p",), (144, 160, 192, 256)),  # 16 divides them
+    ],
+)
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_auto_takes_features_above_128_with_many_tiles(which: str, features: str, head_dim: int) -> None:
+    few = "hopper" if (which, features) == ("backward", "sinks") else "triton"  # it has no form for sinks
     asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": head_dim, "length": 1024}
     asked |= {"features": frozenset(features.split()), "causal": True}
     assert dispatch.choose(which, AttentionRequest(**asked, heads=64)).kernels == "hopper"
-    assert dispatch.choose(which, AttentionRequest(**asked, heads=63)).kernels == "triton"
+    assert dispatch.choose(which, AttentionRequest(**asked, heads=63)).kernels == few
     assert dispatch.choose(which, AttentionRequest(**asked, heads=63, tier="hopper")).kernels == "hopper"
 
 
