@@ -32,6 +32,7 @@ CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K a
 BESIDE = {"num_warps": 8}
 # Heads side by side in the forward with documents, at least: 0.95 to 0.96 of the time of 4 (16k tokens at 128).
 WITH_DOCUMENTS = 16
+DQ_WITH_DOCUMENTS = 32  # the same above head_dim 128: 0.95 to 0.98 of the time from 4096 tokens on, 16 up to 1.00
 HEADS = 128  # with few tiles: fewer, in small groups, give the busiest program up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
@@ -351,6 +352,8 @@ def _backward_wide(
         )
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
         heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False) if causal else 1
+        if starts is not None:
+            heads_per_group = min(batch * heads, max(heads_per_group, DQ_WITH_DOCUMENTS))
         numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, left, scale, spec)
         return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 
