@@ -64,8 +64,9 @@ class Faster(NamedTuple):
 # `auto` takes the Hopper kernels of a pass where, for "" and for each feature in use, a row takes the call. Comments:
 # their time over the portable kernels' (kernels/log/dispatch.md), for what the row takes; "few": for fewer tiles.
 AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # the rows of a feature that has none below
-# Forward 0.42 to 0.74, backward 0.37 to 0.56 (one process); few 0.68 to 1.01 and 0.56 to 0.75.
-WIDE_TOO = (*AS_WITHOUT, Faster(136, 256, tiles=512))
+# Forward 0.42 to 0.86, backward 0.33 to 0.68; at 128 tiles 0.68 to 1.01 and 0.54 to 0.75.
+WIDE = Faster(136, 256, tiles=128)  # a feature above head_dim 128
+WIDE_TOO = (*AS_WITHOUT, WIDE)
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", ""): (
         Faster(64, 64, tiles=256),  # 0.75 to 1.02, at 256 tiles up to 1.24; few 0.89 to 1.22
@@ -74,18 +75,18 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(136, 256),  # 0.60 to 0.93
     ),
     # 0.81 to 0.91, at 512 queries up to 1.07; few 1.04 to 1.61. 64: many 1.00 to 1.07
-    ("forward", "dropout_p"): (Faster(128, 128, tiles=512), Faster(136, 256, tiles=512)),
+    ("forward", "dropout_p"): (Faster(128, 128, tiles=512), WIDE),
     ("forward", "kv_lengths"): (
         Faster(64, 64, 2048, 1024),  # 0.88 to 0.97; 512 and 1024 queries 1.04 to 1.07, few 0.95 to 1.48
         Faster(128, 128, tiles=512),  # 0.73 to 1.01; few 1.07 to 1.57
-        Faster(136, 256, tiles=512),
+        WIDE,
     ),
     # As without it: 64 and 128, few and many; 80, 96 and 256, many
     ("forward", "precise_delta"): (Faster(HEAD_DIM_MIN, HEAD_DIM_MAX),),
     ("forward", "window"): (
         Faster(64, 64, tiles=512),  # 0.86 to 1.01; few 1.07 to 1.11
         Faster(128, 128, tiles=512),  # 0.74 to 0.95; few 1.06 to 1.14
-        Faster(136, 256, tiles=512),  # 0.42 to 0.67; few 0.74 to 0.99
+        WIDE,
     ),
     ("backward", ""): (
         Faster(64, 64, tiles=256),  # 0.64 to 1.02; few 0.82 to 1.48
@@ -96,18 +97,18 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(136, 256, 256),  # 0.41 to 0.63; few 0.54 to 0.93, but at 128 queries 1.04 to 1.12
         Faster(256, 256, tiles=1024),  # at 128 queries 0.74 and 0.76
     ),
-    ("forward", "sinks"): WIDE_TOO,
-    ("backward", "dropout_p"): WIDE_TOO,
-    ("backward", "window"): WIDE_TOO,
     **{
         (which, name): WIDE_TOO
         for which in ("forward", "backward")
         for name in ("alibi_slopes", "cu_seqlens", "softcap")
     },
+    ("forward", "sinks"): WIDE_TOO,
+    ("backward", "dropout_p"): WIDE_TOO,
+    ("backward", "window"): WIDE_TOO,
     ("backward", "kv_lengths"): (
         Faster(64, 64),
         Faster(128, 128, tiles=256),  # 0.58 to 0.93; few 0.96 to 1.12
-        Faster(136, 256, tiles=512),
+        WIDE,
     ),
 }
 # For each of these, all the features it was timed with; a feature that is not here was timed with every other.

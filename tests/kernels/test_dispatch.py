@@ -11,8 +11,8 @@ from kernels.flash import dispatch
 from kernels.flash.call import Options, Tensors
 
 LIST = torch.zeros(1, dtype=torch.int32)
-WIDE = {"head_dim": 256, "length": 1024, "heads": 64}  # 512 tiles of 128 queries
-FEW_WIDE = WIDE | {"heads": 63}
+WIDE = {"head_dim": 256, "length": 1024, "heads": 16}  # 128 tiles of 128 queries
+FEW_WIDE = WIDE | {"heads": 15}
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "head_dim 128 or 136 to 256 with dropout_p, not 80",
         ),
         ("kv_lengths", WIDE, "hopper", "hopper", None),
-        ("kv_lengths", FEW_WIDE, "triton", "triton", "512 tiles of 128 queries or more with kv_lengths"),
+        ("kv_lengths", FEW_WIDE, "triton", "triton", "128 tiles of 128 queries or more with kv_lengths"),
         ("kv_lengths", FEW_WIDE | {"tier": "hopper"}, "hopper", "hopper", None),
         (
             "kv_lengths",
@@ -159,11 +159,11 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         ("softcap kv_lengths", {"head_dim": 136, "tier": "hopper"}, "hopper", "hopper", None),
         ("sinks", WIDE, "hopper", "hopper", None),
-        ("sinks", FEW_WIDE, "triton", "hopper", "512 tiles of 128 queries or more with sinks"),
+        ("sinks", FEW_WIDE, "triton", "hopper", "128 tiles of 128 queries or more with sinks"),
         ("sinks", FEW_WIDE | {"tier": "hopper"}, "hopper", "hopper", None),
         ("sinks window", FEW_WIDE | {"head_dim": 192, "tier": "hopper"}, "hopper", "hopper", None),
         ("dropout_p", WIDE, "hopper", "hopper", None),
-        ("dropout_p", FEW_WIDE, "triton", "triton", "512 tiles of 128 queries or more with dropout_p"),
+        ("dropout_p", FEW_WIDE, "triton", "triton", "128 tiles of 128 queries or more with dropout_p"),
         ("dropout_p", FEW_WIDE | {"tier": "hopper"}, "hopper", "hopper", None),
         (
             "dropout_p kv_lengths",
@@ -289,9 +289,9 @@ def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pyte
         "the backward for Hopper needs 256 tiles of 128 queries or more with kv_lengths"
     )
     few = why_portable("flash", **asked | FEW_WIDE, dropout_p=0.1)
-    assert few == "those for Hopper need 512 tiles of 128 queries or more with dropout_p"
+    assert few == "those for Hopper need 128 tiles of 128 queries or more with dropout_p"
     few = why_portable("flash", **asked | FEW_WIDE, sinks=True)
-    assert few == "the forward for Hopper needs 512 tiles of 128 queries or more with sinks"
+    assert few == "the forward for Hopper needs 128 tiles of 128 queries or more with sinks"
     one = why_portable("flash", **asked, dropout_p=0.1)
     assert one == "the forward for Hopper needs head_dim 128 or 136 to 256 with dropout_p, not 64"
     assert why_portable("flash", **asked, dropout_p=0.1, tier="triton") is None  # as asked for
@@ -313,9 +313,9 @@ def test_auto_takes_features_above_128_with_many_tiles(which: str, features: str
     few = "hopper" if (which, features) == ("backward", "sinks") else "triton"  # it has no form for sinks
     asked = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": head_dim, "length": 1024}
     asked |= {"features": frozenset(features.split()), "causal": True}
-    assert dispatch.choose(which, AttentionRequest(**asked, heads=64)).kernels == "hopper"
-    assert dispatch.choose(which, AttentionRequest(**asked, heads=63)).kernels == few
-    assert dispatch.choose(which, AttentionRequest(**asked, heads=63, tier="hopper")).kernels == "hopper"
+    assert dispatch.choose(which, AttentionRequest(**asked, heads=16)).kernels == "hopper"
+    assert dispatch.choose(which, AttentionRequest(**asked, heads=15)).kernels == few
+    assert dispatch.choose(which, AttentionRequest(**asked, heads=15, tier="hopper")).kernels == "hopper"
 
 
 def test_a_run_that_only_its_backward_could_not_serve_is_refused_before_it(
