@@ -18,7 +18,7 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -99,20 +99,24 @@ def beside(document: Results) -> str:
     return "; ".join(dict.fromkeys(each["beside"] for each in document["samples"] if "beside" in each))
 
 
-def without_outrun(document: Results) -> Results:
+def without_outrun(
+    document: Results, old: Mapping[str, older_code.Outrun] = older_code.FASTER_SINCE
+) -> Results:
     """The document without what has become faster since: it is not to be joined with what is measured now."""
-    outrun = _outrun(document)
+    outrun = _outrun(document, old)
     stay = [sample for sample in document["samples"] if not outrun(sample)]
     return document if len(stay) == len(document["samples"]) else {**document, "samples": stay}
 
 
-def _outrun(document: Results) -> Callable[[Sample], list[older_code.Outrun]]:
+def _outrun(
+    document: Results, old: Mapping[str, older_code.Outrun] = older_code.FASTER_SINCE
+) -> Callable[[Sample], list[older_code.Outrun]]:
     """What of a sample has become faster since its code, the document's or that of the commit it names."""
 
     def known(recorded: dict[str, str]) -> list[older_code.Outrun]:
-        return [each for old, each in older_code.FASTER_SINCE.items() if old in recorded.values()]
+        return [each for hash_, each in old.items() if hash_ in recorded.values()]
 
-    of_document = known(document["depends"])
+    of_document = known(document.get("depends", {}))
     of_commit = {commit: known(recorded) for commit, recorded in document.get("again", {}).items()}
 
     def of(sample: Sample) -> list[older_code.Outrun]:

@@ -11,6 +11,8 @@ import pytest
 
 from reproduce.older_code import FASTER_SINCE
 from reproduce.results import changed_since, faster_since, timed_again, without_outrun
+from reproduce.ring import samples as ring_samples
+from reproduce.timing import took
 from tests.conftest import ROOT
 
 FOLDER = ROOT / ".ci" / "gpu"
@@ -128,8 +130,14 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
         old for old, each in FASTER_SINCE.items() if "up to 128" in each.words and old.startswith("c63")
     }
     old = {"state": "complete", "commit": "abc", "date": "2026-11-26", "depends": {"kernel": outrun}}
-    before = [{"kind": "check"}, *(timed(length, n, 2.0) for length in (2048, 4096) for n in range(2))]
-    again = [timed(2048, 0, 1.0), timed(2048, 1, 1.0), timed(4096, 0, 1.0)]
+    once = {"kind": "tiles", "length": 2048}  # by one process
+    failed = {**once, "failed": "an illegal memory access", "broke_device": True}
+    before = [
+        {"kind": "check"},
+        *(timed(length, n, 2.0) for length in (2048, 4096) for n in range(2)),
+        failed,
+    ]
+    again = [timed(2048, 0, 1.0), timed(2048, 1, 1.0), timed(4096, 0, 1.0), {**once, "ms": {}}]
     folder, into = tmp_path / "out" / "job" / "results" / "nvidia-h100", tmp_path / "results" / "nvidia-h100"
     for place in (folder, into):
         place.mkdir(parents=True)
@@ -141,7 +149,8 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     assert [path.name for path in into.iterdir()] == ["attention.json"]
     merged = json.loads((into / "attention.json").read_text())
     assert (merged["state"], merged["commit"], merged["date"]) == ("complete", "abc to def", "2026-11-28")
-    assert merged["samples"] == [*before[:1], *before[3:], *({**each, "again": "def"} for each in again[:2])]
+    anew = [{**each, "again": "def"} for each in (*again[:2], again[3])]
+    assert merged["samples"] == [*before[:1], *before[3:5], *anew]
     assert timed_again(merged) == "lengths 2048 at def"
     assert faster_since(merged)  # of 4096
     assert without_outrun(merged)["samples"] == [before[0], *merged["samples"][3:]]
@@ -171,6 +180,33 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     (folder / "attention.partial.json").write_text(json.dumps({**said, **new, "samples": [*again, again[2]]}))
     subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     assert json.loads((into / "attention.json").read_text())["samples"] == merged["samples"]
+
+
+@pytest.mark.slow
+def test_a_ring_that_several_jobs_timed_has_as_many_processes(tmp_path):
+    def ring(ranks: int, ms: float, error: float) -> dict:
+        passes = {"forward": [ms], "backward": [ms]}
+        point = {"kind": "time", "ranks": ranks, "length": 64, "ms": {"ring": passes, "one GPU": passes}}
+        return {**point, "sent_bytes": {}, "errors": {"ring": {"out": error}}, "left_out": {}}
+
+    about = {"experiment": "ring", "device": "NVIDIA H200", "tiny": False, "depends": {}, "state": "complete"}
+    about |= {"seconds": 1.0, "took": {"time": [1, 1.0]}, "date": "2026-11-29", "commit": None}
+    for name, samples in {
+        "ring_2": [ring(2, 1.0, 0.1), ring(4, 3.0, 0.1)],
+        "ring_2b": [ring(2, 2.0, 0.3)],
+    }.items():
+        folder = tmp_path / "out" / name / "results" / "nvidia-h200"
+        folder.mkdir(parents=True)
+        document = {**about, "environment": {}, "settings": {"ranks": [], "lengths": []}, "samples": samples}
+        (folder / "ring.json").write_text(json.dumps(document))
+    merge = [sys.executable, FOLDER / "merge.py", "out", "--commit", "def", "--into", "results"]
+    subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    merged = json.loads((tmp_path / "results" / "nvidia-h200" / "ring.json").read_text())
+    assert merged["settings"] == {"ranks": [2, 4], "lengths": [64]}
+    two, four = ring_samples(merged)
+    assert list(took(two, "ring")) == [2.0, 4.0]
+    assert list(took(four, "ring")) == [6.0]
+    assert two["errors"] == {"ring": {"out": 0.3}}
 
 
 @pytest.mark.slow

@@ -41,6 +41,8 @@ NO_PLACE = (
     "process",
     "again",
     "beside",
+    "failed",
+    "broke_device",
 )  # what does not say which point a sample is of
 # What says which run of `perplexity` a sample is; the rest is what was measured.
 PLACE = ("kind", "of", "part", "name", "attention", "init_seed", "context", "micro_batch")
@@ -126,9 +128,9 @@ def slices(documents: list[Document]) -> Document:
 
 
 def over(whole: Document, documents: list[Document], commit: str) -> Document:
-    """A complete document with the points that every process timed again in place of its own, and with those that it
-    lacks. They name their commit, by which `again` has what that one's figures depend on: the document stays one of
-    the older code."""
+    """A complete document with the points that every process timed again, or the one that is to, in place of its own,
+    which may have failed, and with those that it lacks. They name their commit, by which `again` has what that one's
+    figures depend on: the document stays one of the older code."""
 
     def point(sample: dict) -> str:
         return json.dumps({k: v for k, v in sample.items() if k not in NO_PLACE}, sort_keys=True)
@@ -141,10 +143,10 @@ def over(whole: Document, documents: list[Document], commit: str) -> Document:
     for each in documents:
         for sample in each["samples"]:
             if "ms" in sample:
-                found[point(sample)][sample["process"]] = {**sample, "again": commit}
+                found[point(sample)][sample.get("process")] = {**sample, "again": commit}
     every = set(range(whole["settings"]["processes"]))
-    again = {at: its for at, its in found.items() if its.keys() == every}
-    samples = [each for each in whole["samples"] if "ms" not in each or point(each) not in again]
+    again = {at: its for at, its in found.items() if its.keys() in (every, {None})}
+    samples = [each for each in whole["samples"] if point(each) not in again]
     known = {check(each) for each in samples}
     checks = {check(sample): sample for each in documents for sample in each["samples"] if "ms" not in sample}
     samples += [each for at, each in checks.items() if at not in known]
@@ -152,8 +154,8 @@ def over(whole: Document, documents: list[Document], commit: str) -> Document:
     for name in getattr(ALL[whole["experiment"]].module, "SELECTION", ()):
         asked = [value for each in (whole, *documents) for value in each["settings"].get(name, ())]
         settings[name] = list(dict.fromkeys(asked))
-    had = {point(each) for each in whole["samples"] if "ms" in each}
-    print(f"  {len(had & again.keys())} of {len(had)} points again, {len(again.keys() - had)} more")
+    had = {point(each) for each in whole["samples"]}
+    print(f"  {len(had & again.keys())} points again, {len(again.keys() - had)} more")
     last = newest(documents)
     return {
         **whole,
@@ -214,16 +216,31 @@ def save(path: Path, document: Document) -> None:
     print(f"  {path}")
 
 
-def merge_ring(documents: list[Document]) -> Document:
-    """Every number of ranks and length that was measured in any of them, as a run that goes on joins them."""
-    document = documents[-1]
-    samples = {
-        (each["ranks"], each["length"]): each for one in documents for each in one["samples"] if whole(each)
+def greatest(errors: list[dict]) -> dict:
+    """{contender: {result: the greatest}} of those of several processes."""
+    return {
+        name: {result: max(each[name][result] for each in errors if name in each) for result in its}
+        for one in errors
+        for name, its in one.items()
     }
-    document["samples"] = [samples[place] for place in sorted(samples)]
+
+
+def merge_ring(documents: list[Document]) -> Document:
+    """Every number of ranks and length that was measured in any of them; what several measured, as processes, with
+    the greatest of their errors, which PyTorch's dQ has others of each time."""
+    document = documents[-1]
+    samples = defaultdict(list)
+    for each in (each for one in documents for each in one["samples"] if whole(each)):
+        samples[each["ranks"], each["length"]].append(each)
+    document["samples"] = []
+    for place in sorted(samples):
+        errors = greatest([each["errors"] for each in samples[place]])
+        document["samples"] += [
+            {**each, "errors": errors, "process": number} for number, each in enumerate(samples[place])
+        ]
     document["seconds"] = round(sum(each["seconds"] for each in documents), 1)
     took = [each["took"]["time"] for each in documents]
-    document["took"] = {"time": [len(samples), sum(seconds for _, seconds in took)]}
+    document["took"] = {"time": [len(document["samples"]), sum(seconds for _, seconds in took)]}
     for position, setting in enumerate(("ranks", "lengths")):
         document["settings"][setting] = sorted({place[position] for place in samples})
     return document
