@@ -46,6 +46,7 @@ STYLE = {
     "svg.fonttype": "none",  # keeps text as text: smaller files, and searchable
     "svg.hashsalt": "tilegpt",  # the same picture gives the same file
 }
+LINES = {"cut": "s-."}  # of a variant beside another one of the same colour, which has dashes
 
 
 def can_draw() -> bool:
@@ -143,10 +144,15 @@ def lines(
     def panel(axis: Axes) -> None:
         from matplotlib.ticker import LogFormatter
 
+        class Plain(LogFormatter):  # 6 and 0.6, where its own are 6 times a power of ten or 6e-01
+            def __call__(self, x: float, pos: int | None = None) -> str:
+                return f"{x:,g}" if super().__call__(x, pos) else ""
+
         for name, points in series.items():
             # A variant, such as standard+compiled, is dashed and hollow, in the colour of what it varies.
             if points:
-                line, fill = ("o--", "none") if "+" in name else ("o-", "full")
+                _, plus, variant = name.partition("+")
+                line, fill = (LINES.get(variant, "o--"), "none") if plus else ("o-", "full")
                 xs, ys = zip(*sorted(points.items()), strict=True)
                 shade = colour(named[name], tuple(named.values())) if of_backends else None
                 axis.plot(xs, ys, line, color=shade, fillstyle=fill, label=name)
@@ -167,7 +173,7 @@ def lines(
         if "y" in log:
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter("{x:,g}")
-            axis.yaxis.set_minor_formatter(LogFormatter())  # 6, not 6 times a power of ten
+            axis.yaxis.set_minor_formatter(Plain())
         else:
             axis.set_ylim(bottom=0)
         axis.set_ylabel(up)
