@@ -64,7 +64,7 @@ class Faster(NamedTuple):
 # `auto` takes the Hopper kernels of a pass where, for "" and for each feature in use, a row takes the call. Comments:
 # their time over the portable kernels' (kernels/log/dispatch.md), for what the row takes; "few": for fewer tiles.
 AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # the rows of a feature that has none below
-# Forward 0.42 to 0.86, backward 0.33 to 0.68; at 128 tiles 0.68 to 1.01 and 0.54 to 0.75.
+# Forward 0.42 to 0.86, backward 0.34 to 0.68; at 128 tiles 0.68 to 1.01 and 0.54 to 0.75.
 WIDE = Faster(136, 256, tiles=128)  # a feature above head_dim 128
 WIDE_TOO = (*AS_WITHOUT, WIDE)
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
