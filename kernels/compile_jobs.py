@@ -11,7 +11,7 @@ from .features import FEATURES
 from .flash.decode import LARGEST_TILE, tile_of
 from .flash.dispatch import NO_FORM, hopper_needs
 from .flash.portable.tiles import AMD, KERNELS, Tile, candidates
-from .history import flash1, flash2, two_pass
+from .history import flash1, flash2, stored_p, two_pass
 from .registry import AttentionRequest
 from .versions import OLDEST_GLUON, numbers_of
 
@@ -23,6 +23,11 @@ HISTORY = {
     "flash2_backward": (flash2.backward_kernel, flash2.BACKWARD, {"Saved", "RowSum", "Delta", "DQ"}),
     "two_pass_forward": (two_pass.forward_kernel, two_pass.FORWARD, {"Lse"}),
     "two_pass_backward": (two_pass.backward_kernel, two_pass.BACKWARD, {"Lse", "DK", "DV"}),
+}
+# name -> (kernel, its tiles by head_dim and most keys)
+STORED_P = {
+    "stored_p_forward": (stored_p.forward_kernel, stored_p.FORWARD),
+    "stored_p_backward": (stored_p.backward_kernel, stored_p.BACKWARD),
 }
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Hopper kernels. kv_len - q_len: with 1, blocks of keys and the diagonal do not align; with 64, half blocks do.
@@ -82,6 +87,7 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if architecture != AMD:
             for rows, each in itertools.product((16, LARGEST_TILE), head_dims):
                 jobs.append(Job(architecture, "decode", each, True, tile_of(rows, each, torch.bfloat16)))
+            jobs += _storing(architecture, head_dims)
         if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:
@@ -91,6 +97,17 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
             if 128 in head_dims:  # the width of their tiles
                 jobs += [Job(architecture, name, 128, False, None) for name in (*GELU, *FLASH3)]
     return jobs
+
+
+def _storing(architecture: int, head_dims: list[int]) -> list[Job]:
+    """Every tile of the kernels that store the probabilities, with key padding and dropout."""
+    return [
+        Job(architecture, name, head_dim, False, tile, length=most)
+        for name, (_, tiles) in STORED_P.items()
+        for head_dim in tiles.keys() & head_dims
+        for most, able in tiles[head_dim].items()
+        for tile in able
+    ]
 
 
 def _hopper(head_dim: int, features: int | None = None) -> list[Job]:

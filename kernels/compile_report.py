@@ -48,7 +48,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .compile_jobs import APART, FLASH3, GELU, HISTORY, TYPE_NAMES, Job, distinct, pairwise, shipped
+from .compile_jobs import APART, FLASH3, GELU, HISTORY, STORED_P, TYPE_NAMES, Job, distinct, pairwise, shipped
 from .features import FEATURES
 from .flash import dropout
 from .flash.decode import decode_kernel
@@ -76,7 +76,7 @@ HOPPER = {
     **dict.fromkeys(GELU, gelu_product.gelu_product_kernel),
 }
 FUNCTIONS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel, "decode": decode_kernel}
-FUNCTIONS |= HOPPER | {name: function for name, (function, _, _) in HISTORY.items()}
+FUNCTIONS |= HOPPER | {name: function for name, (function, *_) in (HISTORY | STORED_P).items()}
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", AMD: "mfma"}
 GPUS = {str(each): each for each in ARCHITECTURES} | {"gfx942": AMD}  # as --arch names them
 OPTIONAL_POINTERS = {"OutLow": "*bf16", "Seed": "*i64"} | dict.fromkeys(["DLse", "Slopes", "Sinks"], "*fp32")
@@ -118,7 +118,7 @@ class Report:
             found.append(f"tensor cores: {self.tensor_cores}, not {expected}")
         if self.idle_barriers:
             found.append(f"{self.idle_barriers} arrays of barriers that no warp uses")
-        if self.async_loads == "none" and job.kernel not in HISTORY and job.architecture != AMD:
+        if self.async_loads == "none" and job.kernel not in HISTORY | STORED_P and job.architecture != AMD:
             found.append("no asynchronous loads")
         return found
 
@@ -227,6 +227,10 @@ def _constants(job: Job) -> dict[str, Any]:
     tokens = HEADS * job.head_dim
     packed = dict.fromkeys(["stride_qm", "stride_kn", "stride_vn"], 3 * tokens)
     plain = dict.fromkeys(["stride_om", "stride_dom", "stride_dqm", "stride_dkn", "stride_dvn"], tokens)
+    if job.kernel in STORED_P:
+        assert job.tile
+        spec = specify(job.tile, job.head_dim, False, dropout_p=0.1)
+        return {"SPEC": spec, "WHOLE": job.length <= job.tile.block_n, **packed, **plain}
     options, tensors = FORMS[job.feature]
     spec = specify(job.tile, job.head_dim, job.causal, **options)
     absent = dict.fromkeys(name for name in OPTIONAL_POINTERS if name not in tensors)

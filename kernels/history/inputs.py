@@ -1,4 +1,4 @@
-"""Argument handling shared by `two_pass` and `flash1`."""
+"""Argument handling shared by `two_pass`, `stored_p`, `flash1` and `flash2`."""
 
 import torch
 

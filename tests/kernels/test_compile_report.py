@@ -204,6 +204,28 @@ def test_predecessors_of_flash_use_tensor_cores_and_read_back_stores_only_after_
     assert sorted(printed(HISTORY)) == sorted(want)
 
 
+STORED_P = """
+from kernels.compile_report import Job, STORED_P, compile_kernel, report_of
+for name, (_, tiles) in STORED_P.items():
+    for most, able in tiles[64].items():
+        job = Job(90, name, 64, False, able[0], length=most)
+        compiled, log = compile_kernel(job)
+        print(name, most, compiled.asm["ttir"].count("tt.dot "), *report_of(job, compiled, log).problems(job))
+"""
+
+
+@pytest.mark.slow
+def test_what_stores_the_probabilities_computes_no_scores_in_the_backward(printed) -> None:
+    """Four products in whole rows; else dP is computed for dQ too. The forward in tiles computes the scores twice."""
+    want = [
+        ("forward", "128", "2"),
+        ("forward", "512", "3"),
+        ("backward", "128", "4"),
+        ("backward", "512", "5"),
+    ]
+    assert printed(STORED_P) == [[f"stored_p_{each}", *rest] for each, *rest in want]
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -12,7 +12,8 @@ import kernels
 from kernels import AttentionError
 from kernels.features import FEATURES
 from kernels.flash.portable.tiles import Tile
-from kernels.history import flash1, flash2, softmax, two_pass
+from kernels.history import flash1, flash2, softmax, stored_p, two_pass
+from kernels.philox import dropout_mask
 from tests.conftest import INTERPRETED
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs
 from tests.kernels.bits import assert_equal, assert_repeats
@@ -354,6 +355,140 @@ def test_overlapping_views_are_exact_and_a_batch_over_the_grid_refused(name: str
         kernels.get_attention(name)(q, q, q)
 
 
+# ---- stored probabilities -----------------------------------------------------------------------------
+
+
+def run_stored(
+    tensors: Sequence[torch.Tensor], d_out: torch.Tensor, **options: object
+) -> dict[str, torch.Tensor]:
+    """`run` of stored_p."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        out = stored_p.stored_p_attention(*tensors, **options)
+        gradients = torch.autograd.grad(out, tensors, d_out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+
+
+def rules_of(kv_len: int, padded: bool, dropped: bool, device: str = "cpu") -> dict[str, object]:
+    """Arguments for two sequences, of which the second is padded."""
+    options: dict[str, object] = {}
+    if padded:
+        options["kv_lengths"] = torch.tensor([kv_len, 3 * kv_len // 4], dtype=torch.int32, device=device)
+    return options | ({"dropout_p": 0.1, "dropout_seed": 7} if dropped else {})
+
+
+@pytest.mark.one_in(3)
+@INTERPRETED
+@HALF_AND_SINGLE
+@pytest.mark.parametrize("rules", [(False, False), (True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "head_dim"),
+    [(1, 1, 64), (100, 128, 64), (130, 200, 64), (65, 130, 128), (9, 512, 128)],
+)
+def test_stored_probabilities_are_exact(
+    q_len: int, kv_len: int, head_dim: int, rules: tuple[bool, bool], dtype: torch.dtype
+) -> None:
+    """In one tile of keys and in several, with fewer and more queries than a tile has."""
+    *tensors, d_out = inputs(q_len, kv_len, head_dim, dtype, batch=2)
+    options = rules_of(kv_len, *rules)
+    got = run_stored(tensors, d_out, **options)
+    assert_as_accurate(got, tensors, d_out, causal=False, **options)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, **tiles: Tile) -> None:
+    """Let a pass of stored_p have no other tile: FORWARD=, BACKWARD=."""
+    for name, tile in tiles.items():
+        monkeypatch.setattr(stored_p, name, {64: {512: (tile,)}})
+    monkeypatch.setattr(stored_p, "_fastest", {})
+
+
+TILES = [
+    (name, tile)
+    for name in ("FORWARD", "BACKWARD")
+    for tile in dict.fromkeys(tile for tiles in getattr(stored_p, name)[64].values() for tile in tiles)
+]
+
+
+@pytest.mark.one_in(3)
+@INTERPRETED
+@pytest.mark.parametrize("kv_len", [100, 200])
+@pytest.mark.parametrize(("name", "tile"), TILES, ids=str)
+def test_every_tile_of_stored_p_is_exact(
+    name: str, tile: Tile, kv_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *tensors, d_out = inputs(70, kv_len, 64, torch.float16, batch=2)
+    only(monkeypatch, **{name: tile})
+    options = rules_of(kv_len, True, True)
+    assert_as_accurate(run_stored(tensors, d_out, **options), tensors, d_out, causal=False, **options)
+
+
+@INTERPRETED
+def test_what_is_stored_is_the_softmax_and_its_sign_what_dropout_drops() -> None:
+    """As in every other attention here, whose mask is that of `dropout_mask`."""
+    q, k, v, _ = (x.detach() for x in inputs(40, 150, 64, torch.float32, batch=2, heads=2, kv_heads=2))
+    options = rules_of(150, True, True)
+    lengths = options["kv_lengths"]
+    out, p = stored_p.forward(q, k, v, torch.tensor(7), lengths, 0.125, 0.1)
+    p = p[:, :, :40, :150]
+    hidden = torch.arange(150) >= lengths[:, None, None, None]
+    scores = (q.double() @ k.double().mT / 8).masked_fill(hidden, -torch.inf)
+    torch.testing.assert_close(p.abs().double(), scores.softmax(-1), atol=1e-6, rtol=1e-5)
+    assert torch.equal(p < 0, ~dropout_mask(7, 0.1, 2, 2, 40, 150) & ~hidden)
+    flash = kernels.get_attention("flash")(q, k, v, causal=False, **options)
+    torch.testing.assert_close(out, flash, atol=1e-6, rtol=1e-5)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("kv_len", [100, 150])
+def test_padding_may_hold_nan_and_a_sequence_without_keys_gives_0(kv_len: int) -> None:
+    *tensors, d_out = inputs(20, kv_len, 64, torch.float32, batch=3)
+    lengths = torch.tensor([kv_len, 70, 0], dtype=torch.int32)
+    want = run_stored(tensors, d_out, kv_lengths=lengths)
+    for x in tensors[1:]:
+        x.data.masked_fill_(torch.arange(kv_len)[:, None] >= lengths[:, None, None, None], torch.nan)
+    got = run_stored(tensors, d_out, kv_lengths=lengths)
+    assert_equal(got, want)
+    assert not any(x[2].any() for x in got.values())
+    assert not any(got[name][1, :, 70:].any() for name in ("dk", "dv"))
+
+
+@INTERPRETED
+def test_stored_p_takes_grouped_heads_views_and_lengths_of_zero_and_repeats() -> None:
+    qkv = torch.randn(2, 30, 3, 2, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    tensors = [qkv[:, :, each].transpose(1, 2) for each in range(3)]
+    tensors[1:] = [x[:, :1] for x in tensors[1:]]
+    d_out = torch.randn(2, 30, 64, 2, generator=torch.Generator().manual_seed(1)).permute(0, 3, 1, 2)
+    got = assert_repeats(run_stored, tensors, d_out, times=1, scale=0.05)
+    assert_as_accurate(got, tensors, d_out, causal=False, scale=0.05)
+    for q_len, kv_len in ((0, 5), (5, 0)):
+        *tensors, d_out = inputs(q_len, kv_len, 64, torch.float32)
+        assert not any(x.any() for x in run_stored(tensors, d_out).values())
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((8, 8, 32, torch.float32), {}, "it takes head_dim 64 and 128, not 32"),
+        (
+            (8, 513, 64, torch.float32),
+            {},
+            "a probability for every query and key, and takes up to 512 of each, not 513",
+        ),
+        ((8, 8, 64, torch.bfloat16), {}, "interpreter multiplies bfloat16 wrongly"),
+        ((8, 8, 64, torch.float32), {"dropout_p": 0.1}, "needs dropout_seed"),
+    ],
+)
+def test_what_stored_p_cannot_do_is_refused_in_a_line(
+    shape: tuple[int, int, int, torch.dtype], options: dict[str, object], message: str
+) -> None:
+    q, k, v, _ = inputs(*shape)
+    with pytest.raises(AttentionError, match=message):
+        stored_p.stored_p_attention(q, k, v, **options)
+
+
 # ---- softmax -----------------------------------------------------------------------------------------
 
 
@@ -452,3 +587,31 @@ def test_exact_on_a_gpu_and_20_repeats_agree(
     *tensors, d_out = inputs(1000, 1000, head_dim, dtype, device="cuda", **heads)
     first = assert_repeats(run, name, tensors, d_out, times=20, causal=causal)
     assert_as_accurate(first, tensors, d_out, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [128, 200, 512])
+def test_stored_probabilities_are_exact_on_a_gpu_and_20_repeats_agree(
+    length: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    shape = {"batch": 2, "heads": 16, "kv_heads": 16}
+    *tensors, d_out = inputs(length, length, head_dim, dtype, device="cuda", **shape)
+    options = rules_of(length, True, True, "cuda")
+    first = assert_repeats(run_stored, tensors, d_out, times=20, **options)
+    assert_as_accurate(first, tensors, d_out, causal=False, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [128, 500])
+@pytest.mark.parametrize(("name", "tile"), TILES, ids=str)
+def test_every_tile_of_stored_p_is_exact_on_a_gpu(
+    name: str, tile: Tile, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *tensors, d_out = inputs(
+        length, length, 64, torch.bfloat16, device="cuda", batch=2, heads=16, kv_heads=16
+    )
+    only(monkeypatch, **{name: tile})
+    options = rules_of(length, True, True, "cuda")
+    assert_as_accurate(run_stored(tensors, d_out, **options), tensors, d_out, causal=False, **options)
