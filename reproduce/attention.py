@@ -32,7 +32,7 @@ __all__ = ["TINY", "Settings", "draw", "judge", "run"]
 DROPOUT = 0.1
 PADDED, DROPPED = "padding", "padding+dropout"
 # They store the length x length scores; the most memory first.
-HOLD_SCORES = ("sdpa_math", "naive", peers.COMPILED, STANDARD, peers.CUT)
+HOLD_SCORES = ("sdpa_math", "naive", peers.COMPILED, STANDARD, peers.CUT, peers.STORED_P)
 
 # The longest at which they take part, unless `backends` names them. Beyond, they took three quarters of the time of
 # the whole experiment on an H200, and nothing is judged of them: there, standard attention is faster than naive.

@@ -131,8 +131,8 @@ UNTOUCHED |= dict.fromkeys(
     "backward and FlashAttention-3's have the same PTX",
 )
 UNTOUCHED |= dict.fromkeys(
-    ("7c677f7790", "aca8019bfe"),
-    "run of attention, history: standard+cut is new; other calls are as before",
+    ("7c677f7790", "aca8019bfe", "70580d0985", "f89e3f8038", "64266deb63"),
+    "run of attention, history, traffic: standard+cut, then stored_p are new; other calls are as before",
 )
 UNTOUCHED |= dict.fromkeys(
     (

@@ -1,5 +1,5 @@
-"""Attentions that take part in `attention` besides the registered ones: other forms of the baseline, library
-attention with padding, FlashAttention-4 with repeatable gradients, and approximations.
+"""Attentions that take part in `attention` besides the registered ones: other forms of the baseline, one kernel that
+stores the probabilities, library attention with padding, FlashAttention-4 with repeatable gradients, approximations.
 
 Each is made anew for a workload: its mask is built once, and what is compiled is compiled for that shape.
 """
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .attention import Inputs, Workload
 
 COMPILED, CUT = f"{STANDARD}+compiled", f"{STANDARD}+cut"
+STORED_P = "stored_p"
 EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK = "sdpa_efficient+mask", "sdpa_cudnn+mask", "flex+mask"
 DETERMINISTIC = "fa4+deterministic"
 LINFORMER, LINEAR = "linformer", "linear"
@@ -70,6 +71,16 @@ def standard_cut() -> Attend:
         if not shortest:
             shortest.append(int(inputs.kv_lengths.min()))
         return masked_from(q, k, v, bias[..., shortest[0] :], shortest[0], inputs.dropout_p)
+
+    return attend
+
+
+def stored_p() -> Attend:
+    from kernels.history.stored_p import stored_p_attention
+
+    def attend(inputs: Inputs, number: int) -> torch.Tensor:
+        dropout = {"dropout_p": inputs.dropout_p, "dropout_seed": number}
+        return stored_p_attention(*inputs.qkv, kv_lengths=inputs.kv_lengths, **dropout)
 
     return attend
 
@@ -142,6 +153,7 @@ MAKE: dict[str, Callable[[], Attend]] = {
     STANDARD: standard,
     COMPILED: compiled,
     CUT: standard_cut,
+    STORED_P: stored_p,
     EFFICIENT_MASK: functools.partial(sdpa_with_mask, SDPBackend.EFFICIENT_ATTENTION),
     CUDNN_MASK: functools.partial(sdpa_with_mask, SDPBackend.CUDNN_ATTENTION),
     FLEX_MASK: flex_with_mask,
@@ -154,7 +166,9 @@ MAKE: dict[str, Callable[[], Attend]] = {
 def suits(name: str, workload: Workload) -> bool:
     """Whether the contender is meant for the workload."""
     if workload.figure == "stored":
-        return name in (STANDARD, COMPILED, "flash")
+        return name in (STANDARD, COMPILED, STORED_P, "flash")
+    if name == STORED_P:
+        return False
     if name == CUT:
         return workload.causal or workload.mask != "plain"
     if name in (EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
@@ -167,6 +181,11 @@ def refuse(name: str, workload: Workload, dtype: torch.dtype, device: torch.devi
     if name in (COMPILED, EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK):
         if device.type != "cuda":
             raise AttentionError(f"{name} needs a CUDA device, not {device.type}")
+    elif name == STORED_P:
+        from kernels.history.stored_p import refuses
+
+        if reason := refuses(device, dtype, workload.head_dim, workload.length):
+            raise AttentionError(f"{name}: {reason}")
     elif name not in (STANDARD, CUT, *APPROXIMATE):
         request = {"device": device, "dtype": dtype, "head_dim": workload.head_dim}
         resolve_attention(name.partition("+")[0], **request, **workload.features)

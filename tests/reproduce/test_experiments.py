@@ -965,6 +965,17 @@ def test_linear_attention_and_linformer_are_what_their_papers_say():
     )  # linear in v, as a softmax over the projected keys is
 
 
+@INTERPRETED
+def test_one_kernel_that_stores_the_probabilities_takes_part_in_table_7_alone():
+    """There its results are right, with padding, and its dropout keeps the mean."""
+    cpu, workload = torch.device("cpu"), Workload("stored", 2, 2, 64, 64, False, "padding+dropout")
+    assert attention.check(peers.STORED_P, workload, torch.float16, cpu)["passed"]
+    chosen = attention.workloads(attention.Settings(lengths=(512, 1024)), tiny=False)
+    assert {each.figure for each in chosen if peers.suits(peers.STORED_P, each)} == {"stored"}
+    with pytest.raises(AttentionError, match=r"stored_p: it stores a probability .* not 1024"):
+        peers.refuse(peers.STORED_P, replace(workload, length=1024), torch.float16, cpu)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in peers.MAKE if name not in peers.APPROXIMATE])
 def test_every_exact_contender_of_attention_is_right_on_a_gpu(name):

@@ -461,6 +461,25 @@ def test_recomputing_gains_in_the_forward_loses_in_the_backward_and_is_equal_in_
     assert tuple(verdict.status == "reproduced" for verdict in verdicts) == held
 
 
+def test_what_one_kernel_stores_is_judged_where_it_was_timed():
+    """The other stands beside it, as before."""
+    ms = {
+        "flash": {"forward": [1.0], "backward": [1.0]},
+        "stored_p": {"forward": [1.25], "backward": [0.8]},
+        "standard+compiled": {"forward": [4.0], "backward": [1.5]},
+    }
+    both, compiled = ({"kind": "time", **shape("stored", n, "padding+dropout"), "ms": ms} for n in (256, 512))
+    compiled |= {"ms": {name: times for name, times in ms.items() if name != "stored_p"}}
+    found = attention_figures.judge({"device": GPU, "samples": in_three(both, compiled)})
+    held = {256: [], 512: []}
+    for verdict in found:
+        length = 256 if "256 tokens" in verdict.what else 512
+        held[length].append(verdict.status == "reproduced")
+        assert "by torch.compile in two matrix products and a fused softmax" in verdict.why
+        assert ("stored_p, one kernel" in verdict.why) == (length == 256)
+    assert held == {256: [True, True, True], 512: [True, False, False]}
+
+
 def test_the_papers_own_stored_probabilities_are_judged_reproduced():
     samples = []
     for n, at in paper.STORED_OVER_FLASH.items():
