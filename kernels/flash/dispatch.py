@@ -64,8 +64,9 @@ class Faster(NamedTuple):
 # `auto` takes the Hopper kernels of a pass where, for "" and for each feature in use, a row takes the call. Comments:
 # their time over the portable kernels' (kernels/log/dispatch.md), for what the row takes; "few": for fewer tiles.
 AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # the rows of a feature that has none below
-# Forward 0.42 to 0.86, backward 0.34 to 0.68; at 128 tiles 0.68 to 1.01 and 0.54 to 0.75.
-WIDE = Faster(136, 256, tiles=128)  # a feature above head_dim 128
+# A feature above head_dim 128: forward 0.42 to 0.86, backward 0.34 to 0.68; at 128 tiles, timed at 256 and not with
+# sinks, 0.68 to 1.01 and 0.54 to 0.75.
+WIDE = Faster(136, 256, tiles=128)
 WIDE_TOO = (*AS_WITHOUT, WIDE)
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", ""): (
@@ -161,13 +162,13 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
             return f"attention without {others[0]} combined with {name}"
     if (softcap := dict(request.numbers).get("softcap", 0.0)) > SOFTCAP_MAX:
         return f"a softcap up to {SOFTCAP_MAX:g}, not {softcap:g}"
-    for name in ("kv_lengths", "precise_delta"):  # the forward spills 4 B (200, 232); both 48 to 68 B
+    for name in ("kv_lengths", "precise_delta"):  # at 200 and 232 the forward spills 4 B, with both names 48 to 68 B
         if request.head_dim > 128 and {"alibi_slopes", name} <= features:
             return f"head_dim 128 or less with alibi_slopes and {name}, not {request.head_dim}"
     apart = 0 if length is None or kv_len is None else kv_len - length
     if which == "forward" and "kv_lengths" in features and request.causal and apart % 64:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"
-    # 200 to 248 spill 4 to 20 B.
+    # 200, 216, 232 and 248 spill 4 to 20 B.
     if "dropout_p" in features and request.head_dim > 128 and request.head_dim % 16:
         return f"a head_dim that 16 divides with dropout_p above 128, not {request.head_dim}"
     # With these, d128 with dropout spills 4 to 44 B, and d256 with precise_delta 4.

@@ -364,6 +364,17 @@ def test_wide_key_padding(
     check(which, machine, q_len, kv_len, head_dim, causal, batch=5, kv_lengths=lengths, **given)
 
 
+@pytest.mark.parametrize("head_dim", [128, 160, 256])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_padding_beside_scores_far_below_zero(machine, which: str, head_dim: int) -> None:
+    """Cleared keys have scores of 0, and exp(0 - lse) overflows where they are not masked too."""
+    *shifted, d_out = inputs(194, 194, head_dim, torch.float16, batch=2, heads=2, kv_heads=1)
+    q, k, v = (x.detach() for x in shifted)
+    leaves = [x.requires_grad_() for x in (q.abs() + 4, -k.abs() - 4, v)]
+    given = {"kv_lengths": torch.tensor([70, 10], dtype=torch.int32)}
+    assert_as_accurate(run(which, (*leaves, d_out), False, given), leaves, d_out, causal=False, **given)
+
+
 @pytest.mark.one_in(9)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -40,8 +40,8 @@ def flash(**options: object) -> functools.partial:
 
 
 def lengths(batch: int, kv_len: int) -> torch.Tensor:
-    """No key, one, around the end of a block, all; then random ones."""
-    fixed = torch.tensor([0, 1, 127, 128, 129, kv_len - 1, kv_len]).clamp(max=kv_len)
+    """All keys but one, none, one, around the end of a block, all; then random ones."""
+    fixed = torch.tensor([kv_len - 1, 0, 1, 127, 128, 129, kv_len]).clamp(max=kv_len)
     more = torch.randint(kv_len + 1, (batch,), generator=torch.Generator().manual_seed(kv_len))
     return torch.cat([fixed, more])[:batch].to("cuda", torch.int32)
 
