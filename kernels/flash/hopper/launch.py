@@ -32,7 +32,7 @@ CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K a
 BESIDE = {"num_warps": 8}
 # Heads side by side in the forward with documents, at least: 0.95 to 0.96 of the time of 4 (16k tokens at 128).
 WITH_DOCUMENTS = 16
-# The same of dQ above head_dim 128: 0.95 to 0.98 of the backward's time from 4096 tokens on, where 16 take up to 1.00.
+# The same of dQ above head_dim 128: 0.95 to 0.98 of the backward's time from 4096 tokens on, with 16 up to 1.00.
 DQ_WITH_DOCUMENTS = 32
 HEADS = 128  # with few tiles: fewer, in small groups, give the busiest program up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
