@@ -162,10 +162,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
             return f"attention without {others[0]} combined with {name}"
     if (softcap := dict(request.numbers).get("softcap", 0.0)) > SOFTCAP_MAX:
         return f"a softcap up to {SOFTCAP_MAX:g}, not {softcap:g}"
-    for name in (
-        "kv_lengths",
-        "precise_delta",
-    ):  # at 200 and 232 the forward spills 4 B, with both names 48 to 68 B
+    for name in ("kv_lengths", "precise_delta"):  # at 200 and 232 the forward spills 4 B, with both 48 to 68
         if request.head_dim > 128 and {"alibi_slopes", name} <= features:
             return f"head_dim 128 or less with alibi_slopes and {name}, not {request.head_dim}"
     apart = 0 if length is None or kv_len is None else kv_len - length
