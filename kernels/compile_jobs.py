@@ -24,7 +24,7 @@ HISTORY = {
     "two_pass_forward": (two_pass.forward_kernel, two_pass.FORWARD, {"Lse"}),
     "two_pass_backward": (two_pass.backward_kernel, two_pass.BACKWARD, {"Lse", "DK", "DV"}),
 }
-# name -> (kernel, its tiles by head_dim and most keys)
+# name -> (kernel, its tiles by most keys)
 STORED_P = {
     "stored_p_forward": (stored_p.forward_kernel, stored_p.FORWARD),
     "stored_p_backward": (stored_p.backward_kernel, stored_p.BACKWARD),
@@ -87,9 +87,9 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
         if architecture != AMD:
             for rows, each in itertools.product((16, LARGEST_TILE), head_dims):
                 jobs.append(Job(architecture, "decode", each, True, tile_of(rows, each, torch.bfloat16)))
-            jobs += _storing(architecture, head_dims)
         if 64 in head_dims and architecture != AMD:
             jobs += [Job(architecture, name, 64, True, tiles[64]) for name, (_, tiles, _) in HISTORY.items()]
+            jobs += storing(architecture)
         if architecture == 90 and numbers_of(triton.__version__) >= OLDEST_GLUON:
             for head_dim in head_dims:
                 jobs += _hopper(head_dim)
@@ -99,14 +99,12 @@ def shipped(architectures: list[int], head_dims: list[int]) -> list[Job]:
     return jobs
 
 
-def _storing(architecture: int, head_dims: list[int]) -> list[Job]:
-    """Every tile of the kernels that store the probabilities, with key padding and dropout."""
+def storing(architecture: int) -> list[Job]:
+    """The kernels that store the probabilities, with key padding and dropout."""
     return [
-        Job(architecture, name, head_dim, False, tile, length=most)
+        Job(architecture, name, stored_p.HEAD_DIM, False, tile, length=most)
         for name, (_, tiles) in STORED_P.items()
-        for head_dim in tiles.keys() & head_dims
-        for most, able in tiles[head_dim].items()
-        for tile in able
+        for most, tile in tiles.items()
     ]
 
 

@@ -8,7 +8,8 @@ negative where dropout drops it. So the backward computes neither scores nor dro
 
 with Z as in `flash.portable.backward`, but for the division by the share that is kept. delta is rowsum(Z P * dP), as
 FMHA has it; where a program does not see the whole row it takes the equal rowsum(dO * O). Memory grows with the
-square of the length. It is not registered: `reproduce attention` alone runs it.
+square of the length. Above 128 keys a program does not have whole rows, and each pass has a product more than FMHA's:
+the scores a second time, and dP. It is not registered: `reproduce attention` alone runs it.
 """
 
 from collections.abc import Callable
@@ -33,30 +34,19 @@ from .inputs import prepared
 Tensor = torch.Tensor
 LONGEST = 512
 BLOCK = tl.constexpr(128)  # the rows and columns of P are rounded up to multiples of it, and all are written
-# head_dim -> at most so many keys -> tiles, of which the fastest is taken. One of 128 keys by as many has whole rows.
-Tiles = dict[int, dict[int, tuple[Tile, ...]]]
-FORWARD: Tiles = {
-    64: {
-        128: (Tile(64, 128, 8, 1), Tile(64, 64, 4, 2)),
-        512: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
-    },
-    128: {128: (Tile(64, 128, 8, 1), Tile(64, 64, 8, 2)), 512: (Tile(64, 64, 8, 2),)},
-}
-BACKWARD: Tiles = {
-    64: {
-        128: (Tile(64, 128, 8, 1), Tile(32, 128, 8, 1)),
-        512: (Tile(32, 128, 8, 1), Tile(64, 64, 8, 1), Tile(32, 64, 4, 1)),
-    },
-    128: {512: (Tile(64, 64, 8, 1), Tile(32, 64, 8, 1))},
-}
+HEAD_DIM = 64
+# At most so many keys -> tile, by its registers (kernels/log/history.md); one of 128 keys by as many has whole rows.
+Tiles = dict[int, Tile]
+FORWARD: Tiles = {128: Tile(64, 128, 8, 1), 512: Tile(64, 64, 4, 2)}
+BACKWARD: Tiles = {128: Tile(32, 128, 8, 1), 512: Tile(32, 128, 8, 1)}
 
 
 def refuses(device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> str | None:
     """The reason why it cannot take such a call, or None. length: the larger of q_len and kv_len."""
     if reason := refuses_inputs(device, dtype, head_dim, INTERPRETED):
         return reason
-    if head_dim not in FORWARD:
-        return f"it takes head_dim 64 and 128, not {head_dim}"
+    if head_dim != HEAD_DIM:
+        return f"it takes head_dim {HEAD_DIM}, not {head_dim}"
     if length > LONGEST:
         return f"it stores a probability for every query and key, and takes up to {LONGEST} of each, not {length}"
     if dtype is torch.float32 and not INTERPRETED:
@@ -129,7 +119,7 @@ def backward(
 
     def programs(tile: Tile) -> int:
         queries = 0 if columns <= tile.block_n else triton.cdiv(q.shape[2], tile.block_m)
-        return columns // tile.block_n + queries
+        return triton.cdiv(columns, tile.block_n) + queries
 
     tensors = (q, k, v, out, d_out, dq, dk, dv)
     pointers = (*tensors[:4], p, *tensors[4:], kv_lengths)
@@ -142,9 +132,6 @@ def rounded(length: int) -> int:
     return triton.cdiv(length, BLOCK.value) * BLOCK.value
 
 
-_fastest: dict[tuple[object, ...], Tile] = {}
-
-
 def _launch(
     kernel: triton.JITFunction,
     tiles: Tiles,
@@ -154,17 +141,17 @@ def _launch(
     dropout_p: float,
     programs: Callable[[Tile], int],
 ) -> None:
-    """Launch with the fastest of the tiles, which are timed at the first call of a shape.
+    """Launch with the tile for so many keys.
 
     Args:
         pointers: the kernel's tensors, q and k first. strided: those whose strides it gets.
         programs: of a head.
     """
     (batch, heads, q_len, head_dim), kv_len = pointers[0].shape, pointers[1].shape[2]
+    tile = next(each for most, each in tiles.items() if kv_len <= most)
     strides = [x.stride() for x in strided]
-    key = (kernel.__name__, q_len, kv_len, scale, dropout_p, *strides, batch, heads, head_dim)
 
-    def prepare(tile: Tile) -> Launch:
+    def prepare() -> Launch:
         numbers = (
             *[stride for each in strides for stride in each[:2]],
             q_len,
@@ -177,26 +164,8 @@ def _launch(
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         return kernel, (programs(tile), heads, batch), numbers, options
 
-    def run(tile: Tile) -> None:
-        launch(pointers, (*key, tile), lambda: prepare(tile))
-
-    place = (*key, *[x is not None and x.dtype for x in pointers])
-    if place not in _fastest:
-        able = next(each for most, each in tiles[head_dim].items() if kv_len <= most)
-        _fastest[place] = able[0] if INTERPRETED else min(able, key=lambda tile: _ms(run, tile))
-    run(_fastest[place])
-
-
-def _ms(run: Callable[[Tile], None], tile: Tile, times: int = 10) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(3):
-        run(tile)
-    begin.record()
-    for _ in range(times):
-        run(tile)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / times
+    key = (kernel.__name__, q_len, kv_len, scale, dropout_p, *strides, batch, heads, tile)
+    launch(pointers, key, prepare)
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len"])
@@ -264,7 +233,7 @@ def weigh(acc, p, V, P, first_row, first_key, stride_vn, rules, SPEC: tl.constex
 @triton.jit
 def kept_of(p):
     """The probabilities of P, those that dropout drops replaced by 0."""
-    return tl.where(p > 0, p, 0.0).to(p.dtype)
+    return tl.where(p < 0, 0.0, p).to(p.dtype)  # NaN stays
 
 
 @triton.jit
@@ -310,7 +279,7 @@ def backward_kernel(
     kv_end = kv_len if KvLengths is None else tl.minimum(tl.load(KvLengths + batch), kv_len)
     KEPT: tl.constexpr = 1 - SPEC.DROPOUT_P
     tile, columns = tl.program_id(0), tl.cdiv(kv_len, BLOCK) * BLOCK
-    key_tiles = columns // SPEC.BLOCK_N
+    key_tiles = tl.cdiv(columns, SPEC.BLOCK_N)
     if WHOLE or tile < key_tiles:
         first_key = tile * SPEC.BLOCK_N
         k = load_rows(K, first_key, kv_end, stride_kn, SPEC, SPEC.BLOCK_N, True)
@@ -334,8 +303,10 @@ def backward_kernel(
             if WHOLE:
                 dq_t = tl.dot(k.T, ds_t, input_precision="ieee")
                 store_rows(DQ, dq_t.T * (scale / KEPT), first_row, q_len, stride_dqm, SPEC, SPEC.BLOCK_M)
-        store_rows(DV, dv / KEPT, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
-        store_rows(DK, dk * (scale / KEPT), first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
+        real = (first_key + tl.arange(0, SPEC.BLOCK_N) < kv_end)[:, None]  # 0 * NaN of dO or P is NaN
+        dv, dk = tl.where(real, dv / KEPT, 0.0), tl.where(real, dk * (scale / KEPT), 0.0)
+        store_rows(DV, dv, first_key, kv_len, stride_dvn, SPEC, SPEC.BLOCK_N)
+        store_rows(DK, dk, first_key, kv_len, stride_dkn, SPEC, SPEC.BLOCK_N)
     else:
         first_row = (tile - key_tiles) * SPEC.BLOCK_M
         d_out = load_rows(DOut, first_row, q_len, stride_dom, SPEC, SPEC.BLOCK_M, True)

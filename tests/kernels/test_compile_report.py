@@ -205,12 +205,12 @@ def test_predecessors_of_flash_use_tensor_cores_and_read_back_stores_only_after_
 
 
 STORED_P = """
-from kernels.compile_report import Job, STORED_P, compile_kernel, report_of
-for name, (_, tiles) in STORED_P.items():
-    for most, able in tiles[64].items():
-        job = Job(90, name, 64, False, able[0], length=most)
-        compiled, log = compile_kernel(job)
-        print(name, most, compiled.asm["ttir"].count("tt.dot "), *report_of(job, compiled, log).problems(job))
+from kernels.compile_jobs import storing
+from kernels.compile_report import compile_kernel, report_of
+for job in storing(90):
+    compiled, log = compile_kernel(job)
+    dots = compiled.asm["ttir"].count("tt.dot ")
+    print(job.kernel, job.length, dots, *report_of(job, compiled, log).problems(job))
 """
 
 
