@@ -365,7 +365,9 @@ def _names(settings: Settings, workload: Workload) -> list[str]:
 def _ready(backend: str, workload: Workload, options: Options, dtype: torch.dtype) -> bool:
     """Whether to time `backend`: it supports the workload, its results are right, and it fits in memory."""
     how = (backend, workload, dtype, options.device)
-    kind = {"head_dim": workload.head_dim, "causal": workload.causal, "mask": workload.mask}
+    kind: Sample = {"head_dim": workload.head_dim, "causal": workload.causal, "mask": workload.mask}
+    if workload.figure == "stored":  # each of its lengths has other kernels
+        kind["length"] = workload.length
     verdict = options.sample(lambda: check(*how), kind="check", backend=backend, **kind)
     if "passed" not in verdict:
         return False

@@ -375,10 +375,12 @@ def _judge_chunks(results: Results, found: Verdicts) -> None:
 
 
 def _judge_stored(results: Results, found: Verdicts) -> None:
-    """C30: one kernel stores the probabilities for the backward, as the paper's did, ours computes them again. Where
+    """C30: a kernel stores the probabilities for the backward, as the paper's did, ours computes them again. Where
     that kernel was not timed, torch.compile's standard attention stands for it."""
     bounds = {"forward": FASTER, "backward": SLOWER, "both": "as fast, 0.9x to 1.1x"}
     by_compiler = "torch.compile in two matrix products and a fused softmax"
+    # What dispatch.choose takes at head_dim 64 with padding and dropout.
+    kernels = ", forward by the portable kernel, backward by Hopper's," if is_hopper(results) else ""
     for phase, bound in bounds.items():
         for sample in timed(results, kind="time", figure="stored"):
             name, length = STORED_P if STORED_P in sample["ms"] else COMPILED, sample["length"]
@@ -390,10 +392,25 @@ def _judge_stored(results: Results, found: Verdicts) -> None:
             else:
                 words = phase
                 passed = versus(took(sample, OURS, phase), took(sample, name, phase)) == bound
-            how = f"{by_compiler}, where the paper's was one kernel; ours of that kind, {STORED_P}, is not timed yet"
+            how = f"{by_compiler}, where the paper's was one kernel; ours of that kind, {STORED_P}, was not timed"
             if name == STORED_P:
-                how = f"{STORED_P}, one kernel as the paper's was, in Triton"
+                how = f"{STORED_P}, one kernel, as the paper's, above 128 tokens with a product more in each pass"
                 how += f"; by {by_compiler} {compiled.shown()}" if compiled else ""
+            elif reason := _why_untimed(results, length):
+                how += f": {reason}"
             what = f"{words}, time with stored probabilities over ours, {length} tokens"
-            theirs, why = paper.STORED_OVER_FLASH[length][phase], f"ours is {bound}; stored by {how}"
+            theirs, why = paper.STORED_OVER_FLASH[length][phase], f"ours{kernels} is {bound}; stored by {how}"
             found.times("C30", what, theirs, ratio, passed, why)
+
+
+def _why_untimed(results: Results, length: int) -> str:
+    """What a check of STORED_P at that length, or its memory, says against it; "" if nothing."""
+    for sample in results["samples"]:
+        if (sample.get("backend"), sample.get("length")) == (STORED_P, length):
+            if reason := sample.get("refused") or sample.get("failed"):
+                return reason
+            if sample.get("out_of_memory"):
+                return "memory ran out"
+            if False in (sample.get("passed"), sample.get("finite")):
+                return "its results were wrong"
+    return ""

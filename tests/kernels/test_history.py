@@ -430,7 +430,7 @@ def test_padding_may_hold_nan_and_a_sequence_without_keys_gives_0(kv_len: int) -
 @INTERPRETED
 @pytest.mark.parametrize("kv_len", [100, 150])
 @pytest.mark.parametrize("dropped", [False, True], ids=["plain", "dropout"])
-def test_nan_stays_nan_and_gradients_of_padding_are_0_all_the_same(kv_len: int, dropped: bool) -> None:
+def test_stored_nan_stays_nan_and_gradients_of_padding_are_0_all_the_same(kv_len: int, dropped: bool) -> None:
     *tensors, d_out = inputs(20, kv_len, 64, torch.float32, batch=2)
     options = rules_of(kv_len, True, dropped)
     keys = options["kv_lengths"][1]

@@ -19,8 +19,10 @@ from triton import language as tl
 
 from benchmarks.__main__ import BENCHMARKS
 from kernels import ATTENTION, AttentionError, get_attention, register_attention
+from kernels.flash.dispatch import hopper_needs
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 from kernels.history import flash1, two_pass
+from kernels.registry import AttentionRequest
 from reproduce import (
     attention,
     attention_figures,
@@ -974,6 +976,33 @@ def test_one_kernel_that_stores_the_probabilities_takes_part_in_table_7_alone():
     assert {each.figure for each in chosen if peers.suits(peers.STORED_P, each)} == {"stored"}
     with pytest.raises(AttentionError, match=r"stored_p: it stores a probability .* not 1024"):
         peers.refuse(peers.STORED_P, replace(workload, length=1024), torch.float16, cpu)
+
+
+def test_the_kernels_that_a_hopper_gpu_takes_against_stored_probabilities_are_as_said():
+    """In C30's words (attention_figures.py)."""
+    used = frozenset({"kv_lengths", "dropout_p"})
+    for n in (128, 256, 512):
+        call = AttentionRequest(
+            torch.device("cuda"), torch.bfloat16, 64, used, "auto", n, n, False, heads=1024
+        )
+        assert hopper_needs("forward", call)
+        assert not hopper_needs("backward", call)
+
+
+def test_what_stores_the_probabilities_is_checked_at_each_length_and_others_once():
+    asked = []
+
+    def sample(measure, **where):
+        asked.append(where)
+        return {**where, "refused": "not here"}
+
+    settings = attention.Settings(lengths=(128, 256), figures=("fa1", "stored"), backends=("flash",))
+    attention.run(Options(torch.device("cuda"), False, settings, sample))
+    checks = [where for where in asked if where["mask"] == "padding+dropout"]
+    once = {"kind": "check", "backend": "flash", "head_dim": 64, "causal": False, "mask": "padding+dropout"}
+    assert [list(where.items()) for where in checks] == [
+        list(where.items()) for length in (128, 256) for where in (once, {**once, "length": length})
+    ]
 
 
 @pytest.mark.gpu

@@ -476,8 +476,37 @@ def test_what_one_kernel_stores_is_judged_where_it_was_timed():
         length = 256 if "256 tokens" in verdict.what else 512
         held[length].append(verdict.status == "reproduced")
         assert "by torch.compile in two matrix products and a fused softmax" in verdict.why
-        assert ("stored_p, one kernel" in verdict.why) == (length == 256)
+        one = "stored_p, one kernel, as the paper's, above 128 tokens with a product more in each pass; by torch"
+        assert (one in verdict.why) == (length == 256)
+        assert verdict.why.endswith("stored_p, was not timed") == (length == 512)
     assert held == {256: [True, True, True], 512: [True, False, False]}
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        ({"refused": "stored_p: no"}, ": stored_p: no"),
+        ({"failed": "RuntimeError: spoilt"}, ": RuntimeError: spoilt"),
+        ({"out_of_memory": True}, ": memory ran out"),
+        ({"passed": False}, ": its results were wrong"),
+        ({"passed": True}, ""),
+        ({"refused": "at another length", "length": 128}, ""),
+    ],
+    ids=str,
+)
+def test_why_the_kernel_that_stores_was_not_timed_is_said(check, reason):
+    """On a Hopper GPU the verdict names the kernels of ours too."""
+    ms = {
+        "flash": {"forward": [1.0], "backward": [1.0]},
+        "standard+compiled": {"forward": [4.0], "backward": [1.5]},
+    }
+    timings = in_three({"kind": "time", **shape("stored", 256, "padding+dropout"), "ms": ms})
+    samples = [{"kind": "check", "backend": "stored_p", "length": 256, **check}, *timings]
+    for device in (GPU, "NVIDIA H200"):
+        for verdict in attention_figures.judge({"device": device, "samples": samples}):
+            assert verdict.why.endswith(f"ours of that kind, stored_p, was not timed{reason}")
+            ours = "ours, forward by the portable kernel, backward by Hopper's, is "
+            assert verdict.why.startswith(ours) == (device != GPU)
 
 
 def test_the_papers_own_stored_probabilities_are_judged_reproduced():
