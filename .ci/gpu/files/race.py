@@ -79,101 +79,105 @@ class Point:
         return [self.head_dim, self.causal, self.feature]
 
 
-def points() -> list[Point]:
-    def every(kind: str, *ranges: tuple) -> list[Point]:
-        return [Point(kind, *each) for each in itertools.product(*ranges)]
+def every(kind: str, *ranges: tuple) -> list[Point]:
+    return [Point(kind, *each) for each in itertools.product(*ranges)]
 
-    both, causal = (True, False), (True,)
+
+BOTH, CAUSAL = (True, False), (True,)
+ALONE, BOUNDS, SCORE_MODS = ("padding", "dropout", "sinks"), ("window", "documents"), ("softcap", "alibi")
+DIMS = (64, 128)
+PRECISE, SINKS = (tuple(f"{each}+{name}" for name in BOUNDS) for each in ("precise", "sinks"))
+LATE = ("precise+sinks", "precise+padding", "precise+dropout")
+TOGETHER = tuple(f"{each}+{name}" for name in BOUNDS for each in SCORE_MODS)
+# What is wanted most comes first: a race may be cut.
+POINTS = {
+    "plain": [
+        *every("tokens", (1024, 4096, 16384), DIMS, BOTH),
+        *every("small", (128, 256, 512, 1024), DIMS, BOTH),
+    ],
+    "ours": every("tokens", (1024, 2048, 4096, 8192, 16384), DIMS, CAUSAL),
+    "wide": [
+        *every("tokens", (1024, 4096, 2048, 512, 8192, 16384), (256, 192, 160), BOTH),
+        *every("grouped", (512, 2048), (256,), BOTH),
+        *every("small", (128, 256, 512, 1024), (256, 192), BOTH),
+        *every("tokens", (1024, 4096), (136, 224), BOTH),
+    ],
+    "wide_features": [
+        *every("tokens", (8192, 16384), (256,), CAUSAL, ("gemma",)),
+        *every("tokens", (1024, 4096, 16384), (256,), CAUSAL, BOUNDS + SCORE_MODS),
+        *every("tokens", (1024, 4096), (256,), (False,), SCORE_MODS),
+        *every("tokens", (4096,), (256,), CAUSAL, TOGETHER),
+        *every("tokens", (1024, 4096), (160, 192), CAUSAL, BOUNDS + SCORE_MODS),
+        *every("512", (512, 2048), (256,), CAUSAL, BOUNDS + SCORE_MODS),
+        *every("128", (256, 1024), (256,), CAUSAL, BOUNDS + SCORE_MODS),
+        *every("grouped", (2048,), (256,), CAUSAL, ("gemma", *BOUNDS)),
+        *every("tokens", (1024,), (256,), CAUSAL, ("window+longer",)),
+        *every("tokens", (2048,), (136, 224), CAUSAL, BOUNDS + SCORE_MODS),
+    ],
+    "wide_padding": [
+        *every("tokens", (4096, 1024), (256,), BOTH, ("padding", "dropout")),
+        *every("tokens", (4096,), (192, 160), BOTH, ("padding", "dropout")),
+        *every("tokens", (16384,), (256,), BOTH, ("padding", "dropout")),
+        *every("512", (2048, 512), (256,), BOTH, ("padding", "dropout")),
+        *every("tokens", (1024, 4096), (256,), BOTH, ("sinks",)),
+        *every("128", (1024,), (256,), BOTH, ("padding", "dropout")),
+        *every("tokens", (1024,), (160, 192), BOTH, ALONE),
+        *every("grouped", (2048,), (256,), BOTH, ("padding", "dropout")),
+        *every("tokens", (4096,), (256,), CAUSAL, ("near", "softcap+padding", "sinks+window")),
+        *every("512", (2048,), (160, 192), BOTH, ALONE),
+        *every("tokens", (2048,), (144, 224), CAUSAL, ALONE),
+    ],
+    "dims": [
+        *every("tokens", (1024, 4096, 512, 2048, 16384), (80, 96, 112, 32, 48, 16, 72, 120), BOTH),
+        *every("small", (128, 256, 512), (80, 96, 32), BOTH),
+        *every("grouped", (2048,), (80, 96), BOTH),
+    ],
+    "combined": [
+        *every("tokens", (4096, 8192), DIMS, CAUSAL, PRECISE),
+        *every("128", (4096,), DIMS, CAUSAL, PRECISE),
+        *every("256", (8192,), DIMS, CAUSAL, PRECISE),
+        *every("tokens", (4096,), DIMS, BOTH, LATE),
+        *every("128", (4096,), DIMS, CAUSAL, ("precise", "")),
+        *every("512", (512,), DIMS, BOTH, ALONE),
+        *every("256", (512,), DIMS, BOTH, ALONE),
+        *every("128", (512,), DIMS, BOTH, ALONE),
+        *every("tokens", (1024, 4096), DIMS, BOTH, SCORE_MODS),
+        *every("128", (512,), DIMS, BOTH, SCORE_MODS),
+        *every("16", (256,), DIMS, BOTH, ("", *SCORE_MODS)),
+        *every("tokens", (1024, 4096), DIMS, CAUSAL, SINKS),
+        *every("512", (1024,), DIMS, CAUSAL, (*SINKS, "sinks+window+precise", *SCORE_MODS)),
+        *every("64", (512, 1024), DIMS, BOTH, ("",)),
+        *every("256", (1024, 4096), DIMS, BOTH, ("precise", "")),
+        *every("512", (2048, 4096), DIMS, CAUSAL, (*LATE, *PRECISE)),
+        *every("512", (2048,), DIMS, BOTH, ALONE),
+        *every("tokens", (512, 2048), DIMS, BOTH, SCORE_MODS),
+        *every("tokens", (4096,), DIMS, CAUSAL, ("softcap+window", "alibi+window")),
+        *every("tokens", (1024, 4096), DIMS, CAUSAL, ("window+longer",)),
+        *every("128", (1024,), DIMS, CAUSAL, ("window+longer",)),
+        *every("tokens", (4096,), (80, 96, 256), CAUSAL, ("precise",)),
+    ],
+    "features": [
+        *every("tokens", (1024, 4096, 512, 2048, 8192), (64, 128), BOTH, ALONE),
+        *every("tokens", (1024, 4096), (64, 128), BOTH, ("near", "precise", "padding+sinks")),
+        *every("tokens", (1024, 4096), (64,), BOTH, ("padding+dropout", "dropout+sinks")),
+        *every("small", (256, 512), (64, 128), BOTH, ALONE),
+        *every("grouped", (2048,), (128,), CAUSAL, ALONE),
+    ],
+}
+# For a trial on a CPU: features, and whether there is a full mask too.
+TRIED = {
+    "features": (("padding", "dropout"), BOTH),
+    "combined": (("precise+documents", "window+longer"), CAUSAL),
+    "wide_features": (("softcap+window", "documents"), CAUSAL),
+    "wide_padding": (("padding", "sinks"), BOTH),
+}
+
+
+def points() -> list[Point]:
     if TRY:
-        tried = {"features": ("padding", "dropout"), "combined": ("precise+documents", "window+longer")}
-        tried |= {"wide_features": ("softcap+window", "documents"), "wide_padding": ("padding", "sinks")}
-        masks = causal if PART in ("combined", "wide_features") else both
-        return every("tokens", (64,), (32,), masks, tried.get(PART, ("",)))
-    if PART == "plain":
-        tokens = every("tokens", (1024, 4096, 16384), (64, 128), both)
-        return tokens + every("small", (128, 256, 512, 1024), (64, 128), both)
-    if PART == "ours":
-        return every("tokens", (1024, 2048, 4096, 8192, 16384), (64, 128), causal)
-    if PART == "wide":
-        return [
-            *every("tokens", (1024, 4096, 2048, 512, 8192, 16384), (256, 192, 160), both),
-            *every("grouped", (512, 2048), (256,), both),
-            *every("small", (128, 256, 512, 1024), (256, 192), both),
-            *every("tokens", (1024, 4096), (136, 224), both),
-        ]
-    if PART == "wide_features":  # what is wanted most first: it may be cut
-        bounds, score_mods = ("window", "documents"), ("softcap", "alibi")
-        together = ("softcap+window", "alibi+window", "softcap+documents", "alibi+documents")
-        return [
-            *every("tokens", (8192, 16384), (256,), causal, ("gemma",)),
-            *every("tokens", (1024, 4096, 16384), (256,), causal, bounds + score_mods),
-            *every("tokens", (1024, 4096), (256,), (False,), score_mods),
-            *every("tokens", (4096,), (256,), causal, together),
-            *every("tokens", (1024, 4096), (160, 192), causal, bounds + score_mods),
-            *every("512", (512, 2048), (256,), causal, bounds + score_mods),
-            *every("128", (256, 1024), (256,), causal, bounds + score_mods),
-            *every("grouped", (2048,), (256,), causal, ("gemma", *bounds)),
-            *every("tokens", (1024,), (256,), causal, ("window+longer",)),
-            *every("tokens", (2048,), (136, 224), causal, bounds + score_mods),
-        ]
-    if PART == "wide_padding":  # what is wanted most first: it may be cut
-        alone = ("padding", "dropout", "sinks")
-        return [
-            *every("tokens", (4096, 1024), (256,), both, ("padding", "dropout")),
-            *every("tokens", (4096,), (192, 160), both, ("padding", "dropout")),
-            *every("tokens", (16384,), (256,), both, ("padding", "dropout")),
-            *every("512", (2048, 512), (256,), both, ("padding", "dropout")),
-            *every("tokens", (1024, 4096), (256,), both, ("sinks",)),
-            *every("128", (1024,), (256,), both, ("padding", "dropout")),
-            *every("tokens", (1024,), (160, 192), both, alone),
-            *every("grouped", (2048,), (256,), both, ("padding", "dropout")),
-            *every("tokens", (4096,), (256,), causal, ("near", "softcap+padding", "sinks+window")),
-            *every("512", (2048,), (160, 192), both, alone),
-            *every("tokens", (2048,), (144, 224), causal, alone),
-        ]
-    if PART == "dims":
-        return [
-            *every("tokens", (1024, 4096, 512, 2048, 16384), (80, 96, 112, 32, 48, 16, 72, 120), both),
-            *every("small", (128, 256, 512), (80, 96, 32), both),
-            *every("grouped", (2048,), (80, 96), both),
-        ]
-    if PART == "combined":  # what is wanted most first: it may be cut
-        bounds, dims = ("window", "documents"), (64, 128)
-        precise, sinks = (tuple(f"{each}+{name}" for name in bounds) for each in ("precise", "sinks"))
-        late = ("precise+sinks", "precise+padding", "precise+dropout")
-        border, score_mods = ("padding", "dropout", "sinks"), ("softcap", "alibi")
-        return [
-            *every("tokens", (4096, 8192), dims, causal, precise),
-            *every("128", (4096,), dims, causal, precise),
-            *every("256", (8192,), dims, causal, precise),
-            *every("tokens", (4096,), dims, both, late),
-            *every("128", (4096,), dims, causal, ("precise", "")),
-            *every("512", (512,), dims, both, border),
-            *every("256", (512,), dims, both, border),
-            *every("128", (512,), dims, both, border),
-            *every("tokens", (1024, 4096), dims, both, score_mods),
-            *every("128", (512,), dims, both, score_mods),
-            *every("16", (256,), dims, both, ("", *score_mods)),
-            *every("tokens", (1024, 4096), dims, causal, sinks),
-            *every("512", (1024,), dims, causal, (*sinks, "sinks+window+precise", *score_mods)),
-            *every("64", (512, 1024), dims, both, ("",)),
-            *every("256", (1024, 4096), dims, both, ("precise", "")),
-            *every("512", (2048, 4096), dims, causal, (*late, *precise)),
-            *every("512", (2048,), dims, both, border),
-            *every("tokens", (512, 2048), dims, both, score_mods),
-            *every("tokens", (4096,), dims, causal, ("softcap+window", "alibi+window")),
-            *every("tokens", (1024, 4096), dims, causal, ("window+longer",)),
-            *every("128", (1024,), dims, causal, ("window+longer",)),
-            *every("tokens", (4096,), (80, 96, 256), causal, ("precise",)),
-        ]
-    alone, mixed = ("padding", "dropout", "sinks"), ("padding+dropout", "dropout+sinks")
-    return [
-        *every("tokens", (1024, 4096, 512, 2048, 8192), (64, 128), both, alone),
-        *every("tokens", (1024, 4096), (64, 128), both, ("near", "precise", "padding+sinks")),
-        *every("tokens", (1024, 4096), (64,), both, mixed),
-        *every("small", (256, 512), (64, 128), both, alone),
-        *every("grouped", (2048,), (128,), causal, alone),
-    ]
+        features, masks = TRIED.get(PART, (("",), BOTH))
+        return every("tokens", (64,), (32,), masks, features)
+    return POINTS[PART]
 
 
 class Inputs:
