@@ -81,6 +81,7 @@ TENSOR_CORES = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", AMD: "mfma"}
 GPUS = {str(each): each for each in ARCHITECTURES} | {"gfx942": AMD}  # as --arch names them
 OPTIONAL_POINTERS = {"OutLow": "*bf16", "Seed": "*i64"} | dict.fromkeys(["DLse", "Slopes", "Sinks"], "*fp32")
 OPTIONAL_POINTERS |= dict.fromkeys(["DocumentStart", "DocumentEnd", "KvLengths", "Blocks"], "*i32")
+OPTIONAL_POINTERS |= dict.fromkeys(["KeyEnd", "RowStart"], "*i32")  # hopper/bounds.py
 # What else changes what is compiled: grouped heads, which are not a feature.
 FORMS: dict[str, tuple[Mapping[str, object], tuple[str, ...]]] = {"": ({}, ()), "gqa": ({"group": 4}, ())}
 FORMS |= {name: (feature.options, feature.pointers) for name, feature in FEATURES.items()}
@@ -246,6 +247,10 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     listed, padded = "block_mask" in words, "kv_lengths" in words
     bounded = "cu_seqlens" in words or "window" in words
     absent = {} if "cu_seqlens" in words else dict.fromkeys(["DocumentStart", "DocumentEnd"])
+    by_query = "cu_seqlens" in words and ("cu_seqlens_k" in words or padded)  # `masks.by_query`
+    causal = job.causal and not by_query
+    if not by_query:
+        absent |= dict.fromkeys(["KeyEnd", "RowStart"])
     if not listed:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
     if "precise_delta" not in words:
@@ -264,12 +269,12 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     lengths = job.length, job.length + sum(apart for word, apart in APART.items() if word in words)
     no_left = {} if bounded else {"left": None}  # above head_dim 128; the others ignore it
     if job.kernel == "hopper_dkdv":
-        wide = {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": job.causal, "DROP": drop, "SOFTCAP": softcap}
+        wide = {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": causal, "DROP": drop, "SOFTCAP": softcap}
         return {**wide, **absent, **no_left}
     uses: dict[str, Any] = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop}
     uses |= {"softcap": softcap, "precise": "precise_delta" in words}
     uses["group"] = FORMS["gqa"][0]["group"] if "gqa" in words else 1
-    spec = forward_spec.specify(job.head_dim, job.causal, *lengths, **uses)
+    spec = forward_spec.specify(job.head_dim, causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec, **absent, **no_left}
     if job.kernel == "hopper_forward":
@@ -279,8 +284,8 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     delay = backward.choose_dq_delay(width, job.causal, row_blocks, padded, softcap > 0)
     dq_delay = 0 if bounded or listed else delay
     partial = lengths[1] % backward_schedule.KEYS.value != 0
-    rules = {"GROUP": 1, "CAUSAL": job.causal, "MASKED": job.causal or partial or padded}
-    if not job.causal or bounded or listed or drop or padded:
+    rules = {"GROUP": 1, "CAUSAL": causal, "MASKED": causal or bounded or partial or padded}
+    if not causal or bounded or listed or drop or padded:
         absent["tail_head"] = None
     rules |= {
         "COLUMNS": backward.choose_columns(job.head_dim, dropout_p),

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..operators import operator
-from .call import Tensors
+from .call import Options, Tensors
 from .portable.masks import BLOCK_MASK_SIZE
 
 TOKENS = 256  # per program
@@ -83,6 +83,31 @@ def queries_of_keys(tensors: Tensors, kv_len: int) -> Tensors:
     index = torch.arange(kv_len, dtype=torch.int32, device=starts.device).repeat(starts.shape[0], 1)
     begun, over = (torch.searchsorted(x, index, right=True, out_int32=True) for x in (starts, ends))
     return tensors._replace(document_starts=over, document_ends=begun)
+
+
+def by_query(tensors: Tensors, options: Options, q_len: int, kv_len: int) -> tuple[Tensors, Options]:
+    """Documents beside key padding with bounds as those of `keys_of_queries`, which contain padding, causal mask and
+    window; and `keys_of_queries`' own, with the padding. Everything else as it is.
+
+    No query sees beyond the keys, and the bounds ascend whatever the offsets, because the Hopper kernels synchronise
+    by them.
+    """
+    starts, ends, lengths = tensors.document_starts, tensors.document_ends, tensors.kv_lengths
+    if starts is None or ends is None or not (options.ragged or lengths is not None):
+        return tensors, options
+    if not options.ragged:  # so there are as many queries as keys
+        position = torch.arange(q_len, dtype=torch.int32, device=starts.device)
+        if options.left >= 0:
+            starts = torch.maximum(starts, position - options.left)
+        right = 0 if options.causal else options.right
+        if right >= 0:
+            ends = torch.minimum(ends, position + 1 + right)
+    most = torch.full_like(starts[:, :1], kv_len)
+    if lengths is not None:
+        most = torch.minimum(most, lengths[:, None])
+    starts, ends = (torch.minimum(x, most).cummax(1).values for x in (starts, ends))
+    tensors = tensors._replace(document_starts=starts, document_ends=torch.maximum(ends, starts))
+    return tensors, options._replace(causal=False, left=-1, right=-1, ragged=True)
 
 
 def block_lists(

@@ -121,7 +121,7 @@ def attend_in_turn(
     dtype: gl.constexpr = rings.q.tiles[0].dtype
     tile_row, head, batch = decode_tile(index, sizes, SPEC)
     first_row = tile_row + WHICH * ROWS
-    blocks = count_key_blocks(first_row + ROWS, sizes.kv_len, sizes, SPEC)
+    blocks = count_key_blocks(first_row + ROWS, batch, sizes.kv_len, sizes, SPEC)
     slot = q_slot(ordinal, WHICH, SPEC)
     mbarrier.wait(rings.q.full.index(slot), q_phase(ordinal, WHICH, SPEC))
     scores = warpgroup_mma_wait(0, [issue_qk(rings, slot, stage, phase, SPEC.BLOCK_N, SPEC)])

@@ -22,7 +22,7 @@ from kernels.flash.hopper.descriptors import layout_of, tile_width
 from kernels.flash.hopper.pipeline import fetch, make_ring
 from kernels.flash.hopper.spec import specify
 from kernels.flash.hopper.split_tiles import box_width, is_split
-from kernels.flash.masks import block_lists, document_bounds
+from kernels.flash.masks import block_lists, document_bounds, keys_of_queries
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, block_mask, documents, inputs
 from tests.kernels.bits import assert_equal
@@ -65,7 +65,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 def features(q_len: int, kv_len: int, batch: int, causal: bool, given: dict[str, object]) -> Tensors:
     starts = ends = keys = queries = None
-    if "cu_seqlens" in given:
+    if "cu_seqlens_k" in given:
+        offsets = (given["cu_seqlens"], given["cu_seqlens_k"], None)
+        starts, ends = keys_of_queries(*offsets, batch, q_len, kv_len, causal, *given.get("window", (-1, -1)))
+    elif "cu_seqlens" in given:
         starts, ends = document_bounds(given["cu_seqlens"], batch, q_len)
     if "block_mask" in given:
         keys, queries = block_lists(given["block_mask"], q_len, kv_len, causal, -1, -1)
@@ -90,13 +93,15 @@ def run(
     *leaves, d_out = tensors
     q, k, v = (x.detach() for x in leaves)
     (batch, _, q_len, head_dim), kv_len = q.shape, k.shape[2]
-    left, _ = given.get("window", (-1, 0))
+    left, right = given.get("window", (-1, -1))
     precise = given.get("precise_delta", False)
     options = Options(
-        causal, head_dim**-0.5, given.get("dropout_p", 0.0), left, -1, given.get("softcap", 0.0),
+        causal, head_dim**-0.5, given.get("dropout_p", 0.0), left, right, given.get("softcap", 0.0),
         precise_delta=precise,
     )  # fmt: skip
     extra = features(q_len, kv_len, batch, causal, given)
+    if "cu_seqlens_k" in given:
+        options = options._replace(causal=False, left=-1, right=-1, ragged=True)
     clean = q, k, v
     if "kv_lengths" in given:
         k, v = (poisoned(x, given["kv_lengths"]) for x in (k, v))
@@ -113,6 +118,15 @@ def run(
     of_delta = exact if precise else out.double()
     torch.testing.assert_close(delta.double(), (of_delta * d_out).sum(-1), rtol=1e-5, atol=1e-5)
     return {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+
+def offsets(q_len: int, kv_len: int, batch: int) -> dict[str, torch.Tensor]:
+    """Packed documents of queries and keys of unequal numbers: one without queries whose keys fill blocks, one
+    without keys, one that a row's end cuts, and some of a few tokens."""
+    shares = torch.tensor([[0, 0], [3, 2], [3, 47], [30, 47], [55, 60], [55, 61], [96, 80], [100, 100]])
+    whole = torch.tensor([batch * q_len, batch * kv_len])
+    queries, keys = (shares * whole // 100).to(torch.int32).unbind(1)
+    return {"cu_seqlens": queries.contiguous(), "cu_seqlens_k": keys.contiguous()}
 
 
 def poisoned(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -250,6 +264,34 @@ def test_block_masks(machine, which: str, head_dim: int, causal: bool) -> None:
 def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -> None:
     given = {"window": (100, 0)} if bound == "window" else {"cu_seqlens": documents(300, 2)}
     check(which, machine, 300, 300, head_dim, True, batch=2, **given)
+
+
+@pytest.mark.one_in(9)
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 500), (400, 200)])
+@pytest.mark.parametrize("with_", ["", "window", "padding"])
+def test_keys_with_offsets_of_their_own(
+    machine, with_: str, q_len: int, kv_len: int, which: str, head_dim: int, causal: bool
+) -> None:
+    given: dict[str, object] = offsets(q_len, kv_len, 2)
+    if with_ == "window":
+        given["window"] = (70, 0 if causal else 30)
+    if with_ == "padding":
+        given["kv_lengths"] = torch.tensor([kv_len - 130, 128], dtype=torch.int32)
+    check(which, machine, q_len, kv_len, head_dim, causal, batch=2, **given)
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("window", [(-1, 0), (60, 0), (60, 20)], ids=str)
+def test_documents_with_key_padding(machine, window: tuple[int, int], which: str, head_dim: int) -> None:
+    """No key in a batch, one, as many as a block, part of the last. Padding is NaN."""
+    lengths = torch.tensor([0, 1, 128, 230], dtype=torch.int32)
+    given = {"cu_seqlens": documents(300, 4), "kv_lengths": lengths, "window": window}
+    check(which, machine, 300, 300, head_dim, window[1] == 0, batch=4, **given)
 
 
 @ONE_QUICK_HEAD_DIM

@@ -18,8 +18,9 @@ from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper.backward_schedule import BLOCK_M, KEYS, BackwardSizes, block_at, decode_work_item
 from kernels.flash.hopper.bounds import Bounds
 from kernels.flash.hopper.dq import turns_of
+from kernels.flash.hopper.launch import _bounds
 from kernels.flash.hopper.spec import FEW
-from kernels.flash.masks import ANY, document_bounds
+from kernels.flash.masks import ANY, by_query, document_bounds, keys_of_queries
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, documents, inputs
 from tests.kernels.emulated_stream import Call, Stream
@@ -51,11 +52,11 @@ def seen(
     if mask == "window":
         last = rows + kv_len - q_len
         first = (last - left).clamp(min=0)
-        bounds = Bounds(None, None, Scalar(left - (kv_len - q_len)), Scalar(q_len))
+        bounds = Bounds(None, None, Scalar(left - (kv_len - q_len)), Scalar(q_len), None, None, None)
     if mask == "documents":
         starts, ends = document_bounds(documents(q_len, flat_heads), flat_heads, q_len)
         first, last = starts.long(), rows
-        bounds = Bounds(_argument(starts), _argument(ends), Scalar(ANY), Scalar(q_len))
+        bounds = Bounds(_argument(starts), _argument(ends), Scalar(ANY), Scalar(q_len), None, None, None)
     return first, last, bounds
 
 
@@ -102,6 +103,70 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
                 done[place] += 1
         assert len(items) == sizes.key_blocks * flat_heads
         assert torch.equal(done, end.maximum(begin))
+
+
+def drawn_offsets(tokens: int, ascend: bool, draw: torch.Generator) -> torch.Tensor:
+    """Of six documents, some without a token; as they may not be, unless `ascend`."""
+    inner = torch.randint(-5, tokens + 5, (5,), generator=draw, dtype=torch.int32)
+    inner = inner.clamp(0, tokens).sort().values if ascend else inner
+    return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), tokens)])
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("ascend", [True, False], ids=["", "any offsets"])
+def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> None:
+    """Whatever the offsets: each block of keys that a block of queries sees adds to its dQ, from the first of them on
+    each in its turn, also those between that it does not see. Items without a step have no turn."""
+    block_m, keys = BLOCK_M[width], KEYS.value
+    kernel, draw = _Emulated(Alone(0), 1), torch.Generator().manual_seed(width)
+    decode, at, turns = (kernel.function(f) for f in (decode_work_item, block_at, turns_of))
+    lengths_of = torch.randint(1, 900, (60, 2), generator=draw).tolist()
+    without_step = 0
+    for number, (q_len, kv_len) in enumerate(lengths_of):
+        batch, causal, left = 1 + number % 3, number % 2 == 0, (-1, 40)[number // 2 % 2]
+        offsets = (drawn_offsets(batch * each, ascend, draw) for each in (q_len, kv_len))
+        starts, ends = keys_of_queries(*offsets, None, batch, q_len, kv_len, causal, left, -1)
+        lengths = None
+        if number % 3:
+            lengths = torch.randint(kv_len + 1, (batch,), generator=draw, dtype=torch.int32)
+        tensors = Tensors(document_starts=starts, document_ends=ends, kv_lengths=lengths)
+        tensors, options = by_query(tensors, Options(False, 1.0, ragged=True), q_len, kv_len)
+        starts, ends, key_end, row_start = _bounds(tensors, options, kv_len)
+        for each in (starts, ends, key_end, row_start):
+            assert (each.diff(dim=1) >= 0).all()
+        assert (starts <= key_end).all()
+        assert (row_start <= ends).all()
+        assert 0 <= starts.min() <= key_end.max() <= kv_len
+        assert 0 <= row_start.min() <= ends.max() <= q_len
+        q, k = (torch.empty(batch, 1, length, width, device="meta") for length in (q_len, kv_len))
+        _, _, numbers, _ = hopper._prepare_backward(q, k, tensors, options)
+        own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
+        of_queries, of_keys = map(_argument, (starts, ends))
+        bounds = Bounds(
+            of_queries, of_keys, Scalar(ANY), Scalar(q_len), None, _argument(row_start), Scalar(kv_len)
+        )
+        padding = None if lengths is None else _argument(lengths)
+        sizes = BackwardSizes(*own, bounds, None, None, padding, None)
+        done = starts[:, ::block_m] // keys  # as delta_kernel sets the turns
+        visited = torch.zeros(batch, sizes.row_blocks, sizes.key_blocks, dtype=torch.bool)
+        for index in range(sizes.key_blocks * batch):
+            item = decode(Scalar(index), sizes, block_m, False)
+            assert item.steps >= 0
+            without_step += item.steps == 0
+            if item.keys_left <= 0:  # as `claim_keys` passes over it
+                continue
+            for step in range(item.steps):
+                row_block = at(item, step, sizes, block_m)
+                first, turn = turns(item, row_block, sizes, block_m)
+                assert turn == done[item.batch, row_block]
+                assert first == starts[item.batch, row_block * block_m] // keys
+                done[item.batch, row_block] += 1
+                visited[item.batch, row_block, item.key_block] = True
+        for row, query in (starts < key_end).nonzero().tolist():
+            seen = slice(starts[row, query] // keys, (key_end[row, query] - 1) // keys + 1)
+            assert visited[row, query // block_m, seen].all()
+    assert without_step
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_the_dq_sum_is_written_back_in_row_order(
         mask[-1, -1, 1] = False
         lists, _ = block_lists(mask, q_len, q_len, False, -1, -1)
     round_kernel[(heads, blocks, batch)](
-        total, found, lists, None, *strides, q_len, blind, *list_strides(lists), 0.5,
+        total, found, lists, None, None, None, *strides, q_len, blind, *list_strides(lists), 0.5,
         BLOCK_M=block_m, HEAD_DIM=head_dim, WIDTH=width, KEYS=KEYS.value,
     )  # fmt: skip
     expected = 0.5 * dq[:, :, :q_len, :head_dim]

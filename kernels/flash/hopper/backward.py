@@ -11,7 +11,7 @@ dQ of a tile needs dS of both warpgroups, which would have to synchronise in eve
 product is therefore delayed by one step: it reads the previous step's dS, which the other warpgroup stored long ago.
 
 Covers plain attention and key padding (padding.py), with or without dropout (dropout.py), windows and documents under
-the causal mask (bounds.py), block masks (block_masks.py), softcap and ALiBi (score_mods.py).
+the causal mask or by query (bounds.py), block masks (block_masks.py), softcap and ALiBi (score_mods.py).
 Everything else is left to the portable kernels (portable/). With grouped heads, every query head has its own work
 items, and its own dK and dV.
 """
@@ -46,7 +46,7 @@ from .columns import (
 from .descriptors import tile_width
 from .dq import SUM_BLOCK, finish_dq, multiply_dq, reduce_dq, stage_dq
 from .dropout import Draw, drop_of, negate, pack_positive
-from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias
+from .masks import end_visible_rows, first_visible_rows, mask_from_end, masked_bias, start_visible_rows
 from .padding import clear_padding, padded_bias
 from .pipeline import LOG2_E, Ring, arrive, make_barriers, make_ring, opaque, sync_consumers
 from .primitives import reinterpret, tma_store
@@ -143,6 +143,7 @@ def consume(
     WIDTH: gl.constexpr = shared.queries.tiles.shape[4]
     # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
     # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register.
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
     SPLIT: gl.constexpr = sizes.KvLengths is not None and not (CAUSAL or sizes.bounds or sizes.blocks)
     ordinal = 0
     tiles_before = 0  # query tiles before this work item
@@ -187,7 +188,8 @@ def consume(
         index = opaque(index)
         if SPLIT:
             ordinal = tiles_before // sizes.row_blocks - 1
-        if SOFTCAP > 0 or sizes.Slopes is not None:  # read again too, to free the register that these lack
+        # Read again too, to free the register that these lack.
+        if SOFTCAP > 0 or sizes.Slopes is not None or BY_QUERY:
             index = read_claim(shared.claims, ordinal)
         item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)
         if DROP is not None:
@@ -214,7 +216,10 @@ def process_query_tiles(
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
-    if MASKED and not CUT:
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
+    if BY_QUERY:
+        first_visible = start_visible_rows(WHICH, item, sizes.bounds, BLOCK_M, scores_layout)
+    elif MASKED and not CUT:
         first_visible = first_visible_rows(WHICH, item, CAUSAL, scores_layout)
     if sizes.bounds is not None:
         end_visible = end_visible_rows(WHICH, item, sizes.bounds, BLOCK_M, scores_layout)
@@ -226,7 +231,7 @@ def process_query_tiles(
         if CUT:  # computed in each step (step >> 30 is 0): kept, it would take registers and spill 4 to 12 B
             bias = padded_bias(zeros, WHICH * HALF, opaque(item.keys_left + (step >> 30)))
         elif MASKED and (down >= item.masked_from or down < item.masked_until):
-            bias = masked_bias(zeros, first_visible, down * BLOCK_M, CAUSAL)
+            bias = masked_bias(zeros, first_visible, down * BLOCK_M, CAUSAL or BY_QUERY)
             if sizes.bounds is not None:
                 bias = mask_from_end(bias, end_visible, down * BLOCK_M)
         rows_of_keys: gl.constexpr = None
@@ -377,7 +382,7 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", *LISTS])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
-    QueryBlocks, Seed, KvLengths, Slopes,
+    RowStart, QueryBlocks, Seed, KvLengths, Slopes,
     heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
     left, stride_lb, stride_lh, width, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
@@ -389,14 +394,17 @@ def hopper_backward_kernel(
     block of queries, in the element order of `to_thread_order`; not written are blocks that see no key, and columns
     that are not multiplied. Lse, Delta: float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block
     of queries, then the work item counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if
-    BOUNDED (bounds.py). QueryBlocks, stride_lb, stride_lh, width: lists of blocks of queries, if LISTED
-    (block_masks.py). Seed: int64, if DROP. KvLengths: int32 (batch,), or None; needs MASKED. Slopes: (heads,), or
-    None. COLUMNS: `choose_columns`.
+    BOUNDED (bounds.py). RowStart: if BOUNDED and not CAUSAL. QueryBlocks, stride_lb, stride_lh, width: lists of
+    blocks of queries, if LISTED (block_masks.py). Seed: int64, if DROP. KvLengths: int32 (batch,), or None; needs
+    MASKED. Slopes: (heads,), or None. COLUMNS: `choose_columns`.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     bounds: gl.constexpr = None
     if BOUNDED:
-        bounds = Bounds(DocumentStart, DocumentEnd, left, q_len)
+        keys: gl.constexpr = None
+        if RowStart is not None:
+            keys = kv_len
+        bounds = Bounds(DocumentStart, DocumentEnd, left, q_len, None, RowStart, keys)
     blocks: gl.constexpr = None
     if LISTED:
         blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)

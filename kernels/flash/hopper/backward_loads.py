@@ -22,8 +22,8 @@ def load_tiles(
     index = 0
     while index >= 0:
         pending = issue_claim(Counter)
-        if sizes.KvLengths is not None:
-            pending = claim_keys(pending, Counter, sizes)
+        if sizes.KvLengths is not None or (sizes.bounds is not None and sizes.bounds.RowStart is not None):
+            pending = claim_keys(pending, Counter, sizes, BLOCK_M)
         index = publish_claim(pending, shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
         if index >= 0:
             item = decode_work_item(index, sizes, BLOCK_M, CAUSAL)

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .block_masks import Blocks, count_visited, list_of
-from .bounds import Bounds, end_rows
+from .bounds import Bounds, end_rows, start_rows
 from .padding import key_end
 from .scheduler import broadcast, issue_claim
 
@@ -72,7 +72,8 @@ class WorkItem(NamedTuple):
 
 @gluon.jit
 def decode_work_item(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
-    """Decode the index-th work item."""
+    """Decode the index-th work item. With bounds by query it may have no step."""
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
     first_flat_head = index // sizes.items_per_group * sizes.heads_per_group
     index -= first_flat_head * sizes.key_blocks
     heads_per_group = gl.minimum(sizes.heads_per_group, sizes.flat_heads - first_flat_head)
@@ -98,6 +99,9 @@ def decode_work_item(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
         steps, masked_from = count_listed_steps(key_block, head, batch, sizes, BLOCK_M, CAUSAL)
         # The last diagonal step begins at the row of the first key, counting rows as if all steps were adjacent.
         diagonal_row = BLOCK_M - KEYS - masked_from * BLOCK_M
+    elif BY_QUERY:
+        steps -= start_rows(first_key, batch, sizes.bounds) // BLOCK_M
+        masked_from -= gl.cdiv(start_rows(last_key, batch, sizes.bounds), BLOCK_M)
     elif CAUSAL:
         steps -= gl.maximum(first_key - sizes.offset, 0) // BLOCK_M
         masked_from -= gl.cdiv(gl.maximum(first_key + KEYS - 1 - sizes.offset, 0), BLOCK_M)
@@ -111,13 +115,16 @@ def decode_work_item(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def claim_keys(pending, Counter, sizes):
-    """The first claim from `pending` on whose block of keys is not all padding."""
+def claim_keys(pending, Counter, sizes, BLOCK_M: gl.constexpr):
+    """The first claim from `pending` on whose block of keys is not all padding and (bounds by query) has a step."""
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
     index = broadcast(pending)
     looking = index < sizes.key_blocks * sizes.flat_heads
     while looking:
-        item = decode_work_item(index, sizes, KEYS, False)
+        item = decode_work_item(index, sizes, BLOCK_M if BY_QUERY else KEYS, False)
         looking = item.keys_left <= 0
+        if BY_QUERY:
+            looking |= item.steps == 0
         if looking:
             index = broadcast(issue_claim(Counter))
             looking = index < sizes.key_blocks * sizes.flat_heads

@@ -1,7 +1,9 @@
-"""Sliding windows and packed documents in the Hopper kernels, under the causal mask.
+"""Sliding windows and packed documents in the Hopper kernels, under the causal mask or with bounds by query.
 
 Each query has a first visible key, and each key a last query that sees it. Both are non-decreasing, so the first and
-the last row of a tile bound what the whole tile sees.
+the last row of a tile bound what the whole tile sees. With bounds by query (`masks.by_query`) there is no causal
+mask: each query's last visible key, and the first query that sees a key, come from memory too, and may be any that
+are non-decreasing. A query may then see no key, and a key be seen by no query.
 """
 
 from typing import NamedTuple
@@ -13,12 +15,18 @@ from triton.experimental.gluon import language as gl
 class Bounds(NamedTuple):
     """The bounds, as runtime values."""
 
-    # Begin and end (exclusive) of each token's document: int32 (batch, length), or None.
+    # Begin and end (exclusive) of each token's document: int32 (batch, length), or None. By query: the first key that
+    # a query sees, and (batch, keys) one past the last query that sees a key.
     DocumentStart: gl.tensor
     DocumentEnd: gl.tensor
     # A query's index minus that of its first key: the window's left side minus (kv_len - q_len). May be negative.
     left: gl.tensor
-    length: gl.tensor  # queries; with documents, keys too
+    length: gl.tensor  # queries; with documents, keys too, unless there are bounds by query
+    # By query, or None: one past the last key that a query sees, (batch, length), and the first query that sees a
+    # key, (batch, keys). The forward and dQ have the one, dK and dV the other.
+    KeyEnd: gl.tensor
+    RowStart: gl.tensor
+    keys: gl.tensor
 
 
 @gluon.jit
@@ -34,8 +42,25 @@ def first_keys(rows, batch, bounds):
 @gluon.jit
 def end_rows(keys, batch, bounds):
     """One past the last query that sees a key, or each of a vector of keys; with documents, 0 beyond the last key."""
+    if bounds.RowStart is not None:
+        Ends = bounds.DocumentEnd + batch.to(gl.int64) * bounds.keys
+        return gl.load(Ends + keys, mask=keys < bounds.keys, other=0)
     end = gl.minimum(keys + bounds.left + 1, bounds.length)
     if bounds.DocumentEnd is not None:
         Ends = bounds.DocumentEnd + batch.to(gl.int64) * bounds.length
         end = gl.minimum(end, gl.load(Ends + keys, mask=keys < bounds.length, other=0))
     return end
+
+
+@gluon.jit
+def end_keys(rows, batch, bounds):
+    """By query: one past the last key that a query sees, or each of a vector of queries; as `first_keys`."""
+    Ends = bounds.KeyEnd + batch.to(gl.int64) * bounds.length
+    return gl.load(Ends + gl.minimum(rows, bounds.length - 1))
+
+
+@gluon.jit
+def start_rows(keys, batch, bounds):
+    """By query: the first query that sees a key, or each of a vector of keys; arbitrary beyond the last key."""
+    Starts = bounds.RowStart + batch.to(gl.int64) * bounds.keys
+    return gl.load(Starts + gl.minimum(keys, bounds.keys - 1))

@@ -266,8 +266,8 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["q_len", "masked_rows", *LISTS])
 def round_kernel(
-    Sum, DQ, KeyBlocks, KvLengths, stride_qb, stride_qh, stride_qm, q_len, masked_rows, stride_lb, stride_lh,
-    width, scale,
+    Sum, DQ, KeyBlocks, KvLengths, KeyStart, KeyEnd, stride_qb, stride_qh, stride_qm, q_len, masked_rows,
+    stride_lb, stride_lh, width, scale,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
@@ -275,7 +275,8 @@ def round_kernel(
     of columns that were not multiplied is not stored.
 
     Fully masked rows have no sum and get 0: the first `masked_rows`, with KeyBlocks those with an empty list, with
-    KvLengths those of a batch without keys. OVERLAPPED: started before the kernel that adds up the sum has ended.
+    KvLengths those of a batch without keys, with KeyStart and KeyEnd, the bounds by query (bounds.py), those that see
+    no key. OVERLAPPED: started before the kernel that adds up the sum has ended.
     """
     if OVERLAPPED:
         gdc_wait()
@@ -293,7 +294,12 @@ def round_kernel(
         masked_rows = tl.where(tl.load(List) > 0, masked_rows, q_len)
     if KvLengths is not None:
         masked_rows = tl.where(tl.load(KvLengths + batch) > 0, masked_rows, q_len)
-    dq = tl.where(rows >= masked_rows, dq.reshape(BLOCK_M, WIDTH), 0.0)
+    seeing = rows >= masked_rows
+    if KeyEnd is not None:
+        of_rows = batch * q_len + rows
+        ends = tl.load(KeyEnd + of_rows, mask=rows < q_len, other=0)
+        seeing = ends > tl.load(KeyStart + of_rows, mask=rows < q_len, other=0)
+    dq = tl.where(seeing, dq.reshape(BLOCK_M, WIDTH), 0.0)
     if HEAD_DIM % 16 != 0:
         stride_qb, stride_qh, stride_qm = stride_qb // 8 * 8, stride_qh // 8 * 8, stride_qm // 8 * 8
     DQ += batch * stride_qb + head * stride_qh

@@ -6,10 +6,10 @@ the current one asynchronously, and computes the next block's softmax while P V 
 processes one tile of queries after another (forward_schedule.py), and the producer prefetches the next tile while the
 consumers finish (forward_output.py: how out leaves).
 
-Covers plain attention, windows and documents under the causal mask (bounds.py), block masks (block_masks.py), key
-padding (padding.py), dropout (dropout.py), sinks, softcap and ALiBi (score_mods.py). Blocks of keys that are fully
-masked are not visited. All else is left to the portable kernel (portable/forward.py), whose conventions this one
-follows.
+Covers plain attention, windows and documents under the causal mask or by query (bounds.py), block masks
+(block_masks.py), key padding (padding.py), dropout (dropout.py), sinks, softcap and ALiBi (score_mods.py). Blocks of
+keys that are fully masked are not visited. All else is left to the portable kernel (portable/forward.py), whose
+conventions this one follows.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .block_masks import LISTS, Blocks, count_visited, list_of
-from .bounds import Bounds, first_keys
+from .bounds import Bounds, end_keys, first_keys
 from .columns import multiply_parts, multiply_parts_into, no_sums, parts_of, rescale_sums, wait_for_sums
 from .dropout import Draw, draw_words, drop
 from .forward_output import Output, release_stored, store_output
@@ -39,7 +39,7 @@ from .forward_schedule import (
     q_slot,
     static_tile,
 )
-from .masks import mask_before, mask_scores
+from .masks import mask_after, mask_before, mask_scores
 from .padding import key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
@@ -78,7 +78,8 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
         List = list_of(first_row // SPEC.BLOCK_N, head, batch, sizes.blocks)
         blocks = count_visited(List)
     else:
-        blocks = count_key_blocks(first_row + ROWS * SPEC.CONSUMERS, key_end(batch, sizes), sizes, SPEC)
+        rows = first_row + ROWS * SPEC.CONSUMERS
+        blocks = count_key_blocks(rows, batch, key_end(batch, sizes), sizes, SPEC)
     kv_head = head // SPEC.GROUP
     for passed in range(blocks - first_key_block(first_row, batch, sizes, SPEC)):
         first_key = (blocks - 1 - passed) * SPEC.BLOCK_N
@@ -163,12 +164,13 @@ def issue_pv(p, accs, rings, stage, phase, SPEC: gl.constexpr):
 @gluon.jit
 def pipelined_step(
     accs, p, row_max, row_sum, rings, slot, stage, phase,
-    exp2_scale, alibi, first_row, first_key, head, batch, first_seen, sizes, SPEC: gl.constexpr,
+    exp2_scale, alibi, first_row, first_key, head, batch, first_seen, end_seen, sizes,
+    SPEC: gl.constexpr,
 ):  # fmt: skip
     """One pipelined step: accs += p v for the block at `stage`, overlapped with scores and softmax of the next block.
 
-    first_key: of the next block. first_seen: the first visible key of each row, or None if all rows see the whole
-    block.
+    first_key: of the next block. first_seen, end_seen: the first visible key of each row, and one past the last, or
+    None if all rows see the block from its first key on, or to its last.
 
     Returns the new accs (rescaled to the new maximum), the next block's packed p, the softmax state, and its stage.
     """
@@ -189,6 +191,8 @@ def pipelined_step(
         scores = mask_scores(scores, first_row, first_key, sizes, SPEC)
     if first_seen is not None:
         scores = mask_before(scores, first_seen, first_key)
+    if end_seen is not None:
+        scores = mask_after(scores, end_seen, first_key)
     new_p, row_max, row_sum, rescale = softmax(
         scores, row_max, row_sum, score_exp2_scale(exp2_scale, alibi, SPEC)
     )
@@ -226,8 +230,8 @@ def attend(
         end = key_end(batch, sizes)
         if SPEC.DROP is not None and (SPEC.HEAD_DIM > 128 or not SPEC.CAUSAL):
             end = opaque(end)  # or 12 B are spilled at width 128, and 4 at 256
-        blocks = count_key_blocks(first_row + ROWS, end, sizes, SPEC)
-        skipped = count_key_blocks(tile_row + ROWS * SPEC.CONSUMERS, end, sizes, SPEC) - blocks
+        blocks = count_key_blocks(first_row + ROWS, batch, end, sizes, SPEC)
+        skipped = count_key_blocks(tile_row + ROWS * SPEC.CONSUMERS, batch, end, sizes, SPEC) - blocks
         stage, phase = skip_key_blocks(skipped, rings, stage, phase, SPEC)
         last_key = (blocks - 1) * SPEC.BLOCK_N  # first key of the last block
     slot = q_slot(ordinal, WHICH, SPEC)
@@ -244,13 +248,18 @@ def attend(
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(rings.k.empty.index(stage))
     scores = modify_scores(scores, exp2_scale, alibi, last_key, SPEC)
-    scores = mask_scores(scores, first_row, last_key, sizes, SPEC)
+    if not SPEC.BY_QUERY:
+        scores = mask_scores(scores, first_row, last_key, sizes, SPEC)
     if SPEC.BOUNDED:
         rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores.type.layout))
         first_seen = first_keys(rows, batch, sizes.bounds)
         scores = mask_before(scores, first_seen, last_key)
+    if SPEC.BY_QUERY:
+        end_seen = end_keys(rows, batch, sizes.bounds)
+        scores = mask_after(scores, end_seen, last_key)
     if sizes.KvLengths is not None:
-        scores = mask_padding(scores, end - last_key)
+        if not SPEC.BY_QUERY:
+            scores = mask_padding(scores, end - last_key)
         mbarrier.wait(rings.v.full.index(stage), phase)
         clear_rows(rings.v.tiles, stage, end - last_key, SPEC.BLOCK_N)
     p, row_max, row_sum = first_softmax(scores, score_exp2_scale(exp2_scale, alibi, SPEC), words, dtype, SPEC)
@@ -264,6 +273,16 @@ def attend(
     unmasked = blocks - 1  # blocks still to come that need no mask
     if SPEC.BOUNDED:
         begin = first_key_block(first_row, batch, sizes, SPEC)
+        if SPEC.BY_QUERY:
+            end_of_first = end_keys(first_row, batch, sizes.bounds) // SPEC.BLOCK_N
+            unmasked = gl.minimum(unmasked, gl.maximum(end_of_first, begin))
+            for block in range(blocks - 2, unmasked - 1, -1):
+                first_key = block * SPEC.BLOCK_N
+                accs, p, row_max, row_sum, stage, phase = pipelined_step(
+                    accs, p, row_max, row_sum, rings, slot, stage, phase,
+                    exp2_scale, alibi, first_row, first_key, head, batch, first_seen, end_seen, sizes, SPEC,
+                )  # fmt: skip
+            blocks = unmasked + 1  # the last block that has been visited is the first one of these
         begin_of_last = first_keys(gl.minimum(first_row + ROWS, sizes.q_len) - 1, batch, sizes.bounds)
         unmasked = gl.minimum(
             gl.maximum(unmasked - gl.cdiv(begin_of_last, SPEC.BLOCK_N), 0), unmasked - begin
@@ -272,14 +291,14 @@ def attend(
         first_key = (blocks - 2 - passed) * SPEC.BLOCK_N
         accs, p, row_max, row_sum, stage, phase = pipelined_step(
             accs, p, row_max, row_sum, rings, slot, stage, phase,
-            exp2_scale, alibi, first_row, first_key, head, batch, None, sizes, SPEC,
+            exp2_scale, alibi, first_row, first_key, head, batch, None, None, sizes, SPEC,
         )  # fmt: skip
     if SPEC.BOUNDED:
         for block in range(blocks - 2 - unmasked, begin - 1, -1):
             first_key = block * SPEC.BLOCK_N
             accs, p, row_max, row_sum, stage, phase = pipelined_step(
                 accs, p, row_max, row_sum, rings, slot, stage, phase,
-                exp2_scale, alibi, first_row, first_key, head, batch, first_seen, sizes, SPEC,
+                exp2_scale, alibi, first_row, first_key, head, batch, first_seen, None, sizes, SPEC,
             )  # fmt: skip
     if not SPEC.OUT_BY_TMA:
         mbarrier.arrive(rings.q.empty.index(slot))
@@ -320,8 +339,8 @@ def consume(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC:
     do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left", *LISTS]
 )
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, Out, Lse, OutLow, Counter, DocumentStart, KeyBlocks, KvLengths, Seed, Sinks, Slopes,
-    stride_ob, stride_oh, stride_om,
+    q_desc, k_desc, v_desc, Out, Lse, OutLow, Counter, DocumentStart, KeyEnd, KeyBlocks, KvLengths, Seed, Sinks,
+    Slopes, stride_ob, stride_oh, stride_om,
     q_len, kv_len, heads, batches, heads_per_group, tiles, left, stride_lb, stride_lh, width,
     scale, SPEC: gl.constexpr,
 ):  # fmt: skip
@@ -330,9 +349,9 @@ def hopper_forward_kernel(
     The descriptors move (1, 1, 64, box_width) of Q and (1, 1, BLOCK_N, box_width) of K and V. Out: a descriptor as
     of Q if SPEC.OUT_BY_TMA, else a pointer. Lse: float32 (batch, heads, q_len), contiguous. OutLow: what rounding
     took from out, laid out as Out, or None. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (scheduler.py).
-    DocumentStart, left: if SPEC.BOUNDED (bounds.py). KeyBlocks, stride_lb, stride_lh, width: lists of blocks of keys,
-    if SPEC.LISTED (block_masks.py). KvLengths: int32 (batch,), or None. Seed: int64, if SPEC.DROP. Sinks, Slopes (of
-    ALiBi): (heads,), or None.
+    DocumentStart, left: if SPEC.BOUNDED, KeyEnd: if SPEC.BY_QUERY (bounds.py). KeyBlocks, stride_lb, stride_lh,
+    width: lists of blocks of keys, if SPEC.LISTED (block_masks.py). KvLengths: int32 (batch,), or None. Seed: int64,
+    if SPEC.DROP. Sinks, Slopes (of ALiBi): (heads,), or None.
     """
     q = make_tiles(q_desc, SPEC.Q_SLOTS, 1, SPEC.HEAD_DIM)
     k = make_tiles(k_desc, SPEC.STAGES, SPEC.CONSUMERS, SPEC.HEAD_DIM)
@@ -340,7 +359,7 @@ def hopper_forward_kernel(
     rings = Rings(q, k, v)
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:
-        bounds = Bounds(DocumentStart, None, left, q_len)
+        bounds = Bounds(DocumentStart, None, left, q_len, KeyEnd, None, None)
     blocks: gl.constexpr = None
     if SPEC.LISTED:
         blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)

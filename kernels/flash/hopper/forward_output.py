@@ -44,7 +44,10 @@ def store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, s
     row_sum = gl.where(fully_masked, 1.0, row_sum)
     lse = gl.where(fully_masked, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
     rows = first_row + gl.arange(0, ROWS, layout=row_layout)
-    Lse = output.Lse + (batch.to(gl.int64) * sizes.heads + head) * sizes.q_len
+    heads, q_len = sizes.heads, sizes.q_len
+    if SPEC.HEAD_DIM > 128 and SPEC.BY_QUERY and sizes.KvLengths is not None:
+        heads, q_len = opaque(heads), opaque(q_len)
+    Lse = output.Lse + (batch.to(gl.int64) * heads + head) * q_len
     gl.store(Lse + rows, lse, mask=rows < sizes.q_len)
     share = share / row_sum
     if SPEC.DROP is not None:
@@ -86,8 +89,13 @@ def store_rows(
     narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     layout: gl.constexpr = rows_layout(WIDTH) if SPEC.HEAD_DIM > 128 else narrow
     tile = gl.convert_layout(tile, layout)
-    Out = Out + batch.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
-    Out += first_row.to(gl.int64) * output.stride_m
+    if SPEC.HEAD_DIM > 128 and SPEC.BY_QUERY and sizes.KvLengths is not None:
+        # Opaque; else the strides' upper halves are kept from before all tiles, and 24 B spilled at width 256.
+        of_head = batch.to(gl.int64) * opaque(output.stride_b) + head.to(gl.int64) * opaque(output.stride_h)
+        Out += (of_head + first_row.to(gl.int64) * opaque(output.stride_m)) // 8 * 8
+    else:
+        Out = Out + batch.to(gl.int64) * output.stride_b + head.to(gl.int64) * output.stride_h
+        Out += first_row.to(gl.int64) * output.stride_m
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
     dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))[None, :]
     mask = first_row + rows < sizes.q_len

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .block_masks import Blocks
-from .bounds import Bounds, first_keys
+from .bounds import Bounds, end_keys, first_keys
 
 ROWS = gl.constexpr(64)  # of a consumer warpgroup: M of one wgmma
 
@@ -78,8 +78,12 @@ def count_static_tiles(sizes):
 
 
 @gluon.jit
-def count_key_blocks(rows, end, sizes, SPEC: gl.constexpr):
-    """How many blocks of the keys before `end` the first `rows` rows see; at least 1, which may be fully masked."""
+def count_key_blocks(rows, batch, end, sizes, SPEC: gl.constexpr):
+    """How many blocks of the keys before `end` the first `rows` rows see; at least 1, which may be fully masked. With
+    bounds by query, which end before `end`, at least one from the first that the last ROWS of the rows see."""
+    if SPEC.BY_QUERY:
+        seen = end_keys(gl.minimum(rows, sizes.q_len) - 1, batch, sizes.bounds)
+        return gl.maximum(gl.cdiv(seen, SPEC.BLOCK_N), first_key_block(rows - ROWS, batch, sizes, SPEC) + 1)
     if SPEC.CAUSAL:
         end = gl.minimum(end, rows + sizes.kv_len - sizes.q_len)
     return gl.maximum(gl.cdiv(end, SPEC.BLOCK_N), 1)

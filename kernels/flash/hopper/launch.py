@@ -8,7 +8,7 @@ import triton
 from ...launch import Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
-from ..masks import ANY, list_strides
+from ..masks import ANY, by_query, list_strides, queries_of_keys
 from .backward import choose_columns, choose_dq_delay, hopper_backward_kernel
 from .backward_schedule import BLOCK_M, KEYS
 from .descriptors import Descriptor, fits_tma, rows_of, tile_width
@@ -78,6 +78,7 @@ def forward(
         lse: float32 (batch, heads, q_len), contiguous.
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
+    tensors, options = by_query(tensors, options, q.shape[2], k.shape[2])
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
     padded, drop = tensors.kv_lengths is not None, drop_of(options.dropout_p)
@@ -89,7 +90,9 @@ def forward(
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         few = has_few_tiles(head_dim, q_len, heads // kv_heads, *features) and heads * batch >= HEADS
         tiling, documents = (spec.DYNAMIC.value, few), tensors.document_starts is not None
-        groups = _forward_heads_per_group(k, heads // kv_heads, *tiling, documents) if causal else 1
+        groups = 1
+        if causal or bounded:
+            groups = _forward_heads_per_group(k, heads // kv_heads, *tiling, documents)
         sizes = (q_len, kv_len, heads, batch, groups, tiles, _left(left, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
@@ -104,7 +107,8 @@ def forward(
     counter = q.new_zeros(1, dtype=torch.int32) if spec.DYNAMIC.value else None
     low = out_low if options.precise_delta else None
     of_heads = (tensors.sinks, tensors.alibi_slopes)
-    of_features = (tensors.document_starts, key_blocks, tensors.kv_lengths, seed, *of_heads)
+    ends = tensors.document_ends if options.ragged else None
+    of_features = (tensors.document_starts, ends, key_blocks, tensors.kv_lengths, seed, *of_heads)
     pointers = (lse, low, counter, *of_features)
     if spec.OUT_BY_TMA.value:
         launch(pointers, key, prepare, (q, k, v, out), _describe_forward)
@@ -202,6 +206,7 @@ def backward(
             x[:, :, :unseen].zero_()
         k, v, dk, dv = (x[:, :, unseen:] for x in (k, v, dk, dv))
     low = out_low if options.precise_delta else None
+    tensors, options = by_query(tensors, options, q.shape[2], k.shape[2])
     if is_wide:
         return _backward_wide(d_out, d_lse, out, low, lse, q, k, v, dq, dk, dv, delta, tensors, options)
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
@@ -210,8 +215,8 @@ def backward(
     rows, columns = SUM_BLOCK.value
     dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
-    starts, lengths, key_blocks = tensors.document_starts, tensors.kv_lengths, tensors.key_blocks
-    ends, left = tensors.document_ends, _left(options.left, kv_len - q_len)
+    starts, ends, key_end, row_start = _bounds(tensors, options, kv_len)
+    lengths, key_blocks, left = tensors.kv_lengths, tensors.key_blocks, _left(options.left, kv_len - q_len)
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
     numbers = (options.causal, options.scale, options.left, options.dropout_p, options.softcap)
     key = (q.shape, kv_heads, kv_len, *numbers, *lists)
@@ -221,18 +226,22 @@ def backward(
         lambda: _prepare_delta(out, d_out, left, block_m, KEYS.value, bool(OVERLAPPED)),
     )
     of_heads = _of_every_head(q, dk, dv)
+    bounds = (starts, ends, row_start)
+    of_features = (tensors.query_blocks, tensors.seed, lengths, tensors.alibi_slopes)
     launch(
-        (lse, delta, turns, starts, ends, tensors.query_blocks, tensors.seed, lengths, tensors.alibi_slopes),
+        (lse, delta, turns, *bounds, *of_features),
         ("hopper backward", q.dtype, *key),
         lambda: _prepare_backward(q, k, tensors, options),
         (q, k, v, d_out, *of_heads, dq_sum),
         functools.partial(_describe_backward, options.dropout_p),
     )
-    if lengths is not None:
-        strides = [x.stride() for x in of_heads]
-        launch((*of_heads, lengths), ("clear", *key, *strides), lambda: _prepare_clear(*of_heads))
+    if lengths is not None or row_start is not None:
+        strides, row_end = [x.stride() for x in of_heads], None if row_start is None else ends
+        pointers = (*of_heads, lengths, row_start, row_end)
+        launch(pointers, ("clear", *key, *strides), lambda: _prepare_clear(*of_heads, block_m))
+    of_rows = (lengths, None, None) if key_end is None else (None, starts, key_end)
     launch(
-        (dq_sum, dq, key_blocks, lengths),
+        (dq_sum, dq, key_blocks, *of_rows),
         ("round", *key, dq.stride()),
         lambda: _prepare_round(dq, kv_len, key_blocks, options),
     )
@@ -258,7 +267,7 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     drop, padded = drop_of(options.dropout_p), tensors.kv_lengths is not None
     flat_heads, row_blocks = batch * heads, triton.cdiv(q_len, BLOCK_M[width])
     columns = triton.cdiv(kv_len, KEYS.value)
-    heads_per_group = _backward_heads_per_group(causal, row_blocks, q.device)
+    heads_per_group = _backward_heads_per_group(causal or bounded, row_blocks, q.device)
     if bounded and width == 128:
         # Fewer blocks of dQ's sum at a time. A quarter: windows of 1024 at 4096 tokens take 0.79 of the time of all.
         # Half: 0.96 at 1024 tokens, at 2048 as with a quarter; documents of 1024 0.88 (kernels/log/hopper_masks.md).
@@ -277,7 +286,7 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
         *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
         *(_left(left, kv_len - q_len), *list_strides(tensors.query_blocks)),
     )
-    masked = causal or kv_len % KEYS.value != 0 or padded
+    masked = causal or bounded or kv_len % KEYS.value != 0 or padded
     # With a window, documents or a block mask a work item has few steps.
     dq_delay = 0
     if not (bounded or listed):
@@ -289,10 +298,11 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled
 
 
-def _prepare_clear(dk: Tensor, dv: Tensor) -> Launch:
+def _prepare_clear(dk: Tensor, dv: Tensor, block_m: int) -> Launch:
     batch, heads, kv_len, head_dim = dk.shape
     grid = (triton.cdiv(kv_len, KEYS.value), heads, batch)
-    numbers = (*dk.stride()[:3], *dv.stride()[:3], kv_len, KEYS.value, head_dim, tile_width(head_dim))
+    tile = (KEYS.value, block_m, head_dim, tile_width(head_dim))
+    numbers = (*dk.stride()[:3], *dv.stride()[:3], kv_len, *tile)
     return clear_kernel, grid, numbers, {}
 
 
@@ -327,7 +337,7 @@ def _backward_wide(
     causal, scale, softcap, device = options.causal, options.scale, options.softcap, q.device
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     rows, keys = ROWS.value, WIDE_KEYS.value
-    starts, ends = tensors.document_starts, tensors.document_ends
+    starts, ends, key_end, row_start = _bounds(tensors, options, kv_len)
     lengths, slopes = tensors.kv_lengths, tensors.alibi_slopes
     drop = drop_of(options.dropout_p)
     seed = tensors.seed if drop else None
@@ -352,7 +362,9 @@ def _backward_wide(
             head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, drop=drop, softcap=softcap
         )
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
-        heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False) if causal else 1
+        heads_per_group = 1
+        if causal or bounded:
+            heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False)
         if starts is not None:
             heads_per_group = min(batch * heads, max(heads_per_group, DQ_WITH_DOCUMENTS))
         numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, left, scale, spec)
@@ -363,9 +375,9 @@ def _backward_wide(
     launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
     for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
     of_heads, moved = _of_every_head(q, dk, dv), (q, k, v, d_out)
-    pointers = (*of_heads, lse, delta, for_dkdv, ends, seed, lengths, slopes)
+    pointers = (*of_heads, lse, delta, for_dkdv, ends, row_start, seed, lengths, slopes)
     launch(pointers, ("dk dv", *key, *[x.stride() for x in of_heads]), prepare_dkdv, moved, _describe_wide)
-    of_dq = (dq, lse, delta, for_dq, starts, seed, lengths, slopes)
+    of_dq = (dq, lse, delta, for_dq, starts, key_end, seed, lengths, slopes)
     launch(of_dq, ("dq", *key, dq.stride()), prepare_dq, moved, _describe_wide)
     _add_up_groups((dk, dv), of_heads)
 
@@ -373,6 +385,16 @@ def _backward_wide(
 def _describe_wide(*moved: Tensor) -> tuple[Descriptor, ...]:
     columns = box_width(moved[0].shape[3])
     return tuple(rows_of(x, ROWS.value, columns) for x in moved)  # WIDE_KEYS is the same number as ROWS
+
+
+def _bounds(
+    tensors: Tensors, options: Options, kv_len: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The backward's DocumentStart, DocumentEnd and, with bounds by query, KeyEnd and RowStart (bounds.py)."""
+    if not options.ragged:
+        return tensors.document_starts, tensors.document_ends, None, None
+    of_keys = queries_of_keys(tensors, kv_len)
+    return tensors.document_starts, of_keys.document_ends, tensors.document_ends, of_keys.document_starts
 
 
 def _of_every_head(q: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:

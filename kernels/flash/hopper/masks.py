@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .backward_schedule import HALF, KEYS
-from .bounds import end_rows
+from .bounds import end_rows, start_rows
 from .forward_schedule import ROWS
 from .pipeline import opaque
 
@@ -49,12 +49,30 @@ def mask_before(scores, first_seen, first_key):
 
 
 @gluon.jit
+def mask_after(scores, end_seen, first_key):
+    """-inf from end_seen on, one past the last visible key of each row; as `mask_before`."""
+    layout: gl.constexpr = scores.type.layout
+    end = gl.convert_layout(end_seen, gl.SliceLayout(1, layout))[:, None] - opaque(first_key)
+    keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    own = keys & 6
+    return gl.where(keys - own < end - own, scores, float("-inf"))
+
+
+@gluon.jit
 def first_visible_rows(WHICH: gl.constexpr, item, CAUSAL: gl.constexpr, scores_layout: gl.constexpr):
     """The first row that sees each key of a warpgroup; NEVER beyond kv_len."""
     keys = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores_layout))
     first = keys * 0
     if CAUSAL:
         first = keys + item.diagonal_row
+    return gl.where(keys < item.keys_left, first, NEVER)
+
+
+@gluon.jit
+def start_visible_rows(WHICH: gl.constexpr, item, bounds, BLOCK_M: gl.constexpr, scores_layout: gl.constexpr):
+    """`first_visible_rows` with bounds by query."""
+    keys = WHICH * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores_layout))
+    first = start_rows(item.key_block * KEYS + keys, item.batch, bounds) - item.last_block * BLOCK_M
     return gl.where(keys < item.keys_left, first, NEVER)
 
 

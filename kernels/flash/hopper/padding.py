@@ -1,4 +1,5 @@
-"""Key padding in the Hopper kernels: kv_lengths, the number of keys of each batch.
+"""Key padding in the Hopper kernels: kv_lengths, the number of keys of each batch. Beside documents the bounds by
+query end where it begins (bounds.py).
 
 Neither pass visits a block of keys that is all padding: the forward's tiles end before it, and the backward passes
 over its work item, whose dK and dV `clear_kernel` sets to 0; above head_dim 128 the item has no step (wide_dkdv.py).
@@ -58,12 +59,21 @@ def clear_padding(tile, keys_left):
 
 @triton.jit(do_not_specialize=["kv_len"])
 def clear_kernel(
-    DK, DV, KvLengths, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, kv_len,
-    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    DK, DV, KvLengths, RowStart, RowEnd, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, kv_len,
+    KEYS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Set dK and dV to 0 in blocks of KEYS keys that are all padding. Grid (ceil(kv_len / KEYS), heads, batch)."""
+    """Set dK and dV to 0 in blocks of KEYS keys that are all padding, or with RowStart and RowEnd, the bounds of keys
+    by query, have no step (`claim_keys`). Grid (ceil(kv_len / KEYS), heads, batch)."""
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    if block * KEYS >= tl.load(KvLengths + batch):
+    if RowStart is None:
+        passed_over = block * KEYS >= tl.load(KvLengths + batch)
+    else:
+        last_key = tl.minimum((block + 1) * KEYS, kv_len) - 1
+        begin = tl.load(RowStart + batch * kv_len + block * KEYS) // BLOCK_M
+        passed_over = begin >= tl.cdiv(tl.load(RowEnd + batch * kv_len + last_key), BLOCK_M)
+        if KvLengths is not None:
+            passed_over = passed_over | (block * KEYS >= tl.load(KvLengths + batch))
+    if passed_over:
         keys = block * KEYS + tl.arange(0, KEYS)[:, None]
         dims = tl.arange(0, WIDTH)[None, :]
         inside = (keys < kv_len) & (dims < HEAD_DIM)

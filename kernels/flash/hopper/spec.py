@@ -31,6 +31,7 @@ class ForwardSpec:
     # The first of two consumers sees only half of that block, and computes only that: 0.93 of the time at 1024.
     HALVED: gl.constexpr
     BOUNDED: gl.constexpr  # window or documents (bounds.py)
+    BY_QUERY: gl.constexpr  # of these, with bounds by query in place of the causal mask
     LISTED: gl.constexpr  # block mask (block_masks.py)
     DYNAMIC: gl.constexpr  # dynamic tile scheduling (scheduler.py); else static
     EXP_BEFORE_WAIT: gl.constexpr  # exponentials before the wait for P V, not after it (`pipelined_step`)
@@ -90,9 +91,9 @@ def specify(
 
     Args:
         group: query heads per key head.
-        bounded: a window or documents are used; needs causal, and for documents q_len == kv_len.
+        bounded: a window or documents are used, for documents q_len == kv_len; if not causal, bounds by query.
         listed: a block mask is used, without either of those; if causal, kv_len - q_len is a multiple of 128.
-        padded: key padding is used, without any of those.
+        padded: key padding is used, without any of those but bounds by query.
         drop: parameters of dropout, if it is used, without windows, documents and block masks.
         precise: what rounding takes from out is stored too.
     """
@@ -125,6 +126,7 @@ def specify(
         ALIGNED=gl.constexpr(not causal or (kv_len - q_len) % ROWS.value == 0),
         HALVED=gl.constexpr(halved and not (listed or padded)),
         BOUNDED=gl.constexpr(bounded),
+        BY_QUERY=gl.constexpr(bounded and not causal),
         LISTED=gl.constexpr(listed),
         DYNAMIC=gl.constexpr(dynamic),
         EXP_BEFORE_WAIT=gl.constexpr(before_wait),

@@ -12,8 +12,8 @@ Up to head_dim 192 tiles have 128 and 64 columns, of which not all are multiplie
 first warpgroup then has the first 128 of dK and the rest of dV, the second the others: both have equally many.
 
 Persistent, warp-specialised and fed by TMA like forward.py. Covers plain attention, windows and documents under the
-causal mask (bounds.py), key padding, dropout (dropout.py), softcap and ALiBi (score_mods.py); all else is left to the
-portable kernels. With grouped heads, every query head has its own dK and dV.
+causal mask or by query (bounds.py), key padding, dropout (dropout.py), softcap and ALiBi (score_mods.py); all else is
+left to the portable kernels. With grouped heads, every query head has its own dK and dV.
 
 Key padding needs no mask here: a key's row of S^T adds to its own rows of dK and dV alone. In place of those,
 whatever they got, 0 is stored. A work item that is all padding has no step, and its K and V are not loaded.
@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bounds import Bounds, end_rows
+from .bounds import Bounds, end_rows, start_rows
 from .columns import accumulator_layout, multiply_parts, parts_of, rest_of, rows_layout
 from .dropout import Draw, ds_of, negate
 from .forward_schedule import ROWS
@@ -138,7 +138,10 @@ def decode_keys(index, sizes, CAUSAL: gl.constexpr):
     last_block = steps - 1
     masked_from = steps
     first_row = first_key - (sizes.kv_len - sizes.q_len)  # that sees the first key
-    if CAUSAL:
+    if sizes.bounds is not None and sizes.bounds.RowStart is not None:
+        steps -= start_rows(first_key, batch, sizes.bounds) // ROWS
+        masked_from -= gl.cdiv(start_rows(last_key, batch, sizes.bounds), ROWS)
+    elif CAUSAL:
         steps -= gl.maximum(first_row, 0) // ROWS
         masked_from -= gl.cdiv(gl.maximum(first_row + KEYS - 1, 0), ROWS)
     batch, head = flat_head // sizes.heads, flat_head % sizes.heads
@@ -155,6 +158,7 @@ def load_queries(
     q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """The load warp: claim work items, load K and V once for each, and its blocks of Q and dO."""
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
     ordinal = 0
     tiles_before = 0
     index = publish_claim(issue_claim(Counter), shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
@@ -173,7 +177,7 @@ def load_queries(
                 load_rows(k_desc, item.batch, kv_head, first_key, shared.k_tiles, 0, full)
                 load_rows(v_desc, item.batch, kv_head, first_key, shared.v_tiles, 0, full)
             fetch_rows(do_desc, item.batch, item.head, row, shared.d_outs, stage, phase)
-        if sizes.KvLengths is not None and item.steps == 0:
+        if (sizes.KvLengths is not None or BY_QUERY) and item.steps == 0:
             mbarrier.wait(shared.kv_empty, (ordinal & 1) ^ 1)
             mbarrier.expect(shared.kv_full, 0)  # nothing, so that the phases still count the items
         tiles_before += item.steps
@@ -193,6 +197,7 @@ def consume_queries(
     WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: half of the dimensions of dK and dV, together."""
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
     REST: gl.constexpr = rest_of(HEAD_DIM)
     DV_HALF: gl.constexpr = half_of_dv(WHICH, HEAD_DIM)
     DK_DIMS: gl.constexpr = REST if REST > 0 and WHICH == 1 else WIDTH // 2
@@ -210,6 +215,9 @@ def consume_queries(
         slope = slope_of(item.head, sizes)
         if slope is not None:
             first_visible = opaque(item.diagonal_row) + keys  # opaque: 4 B are spilled otherwise
+        elif BY_QUERY:
+            first_visible = start_rows(item.key_block * KEYS + keys, item.batch, sizes.bounds)
+            first_visible -= item.last_block * ROWS
         elif CAUSAL:
             first_visible = item.diagonal_row + keys
         if sizes.bounds is not None:
@@ -223,9 +231,9 @@ def consume_queries(
             masked = step >= item.masked_from
             if sizes.bounds is not None:
                 masked |= step < item.masked_until
-            if CAUSAL and masked:
+            if (CAUSAL or BY_QUERY) and masked:
                 passed = step * ROWS - WHICH * (ROWS // 2)  # rows, from this half of a block to `last_block`
-                bias = masked_bias(zeros, first_visible, passed, CAUSAL)
+                bias = masked_bias(zeros, first_visible, passed, True)
                 if sizes.bounds is not None:
                     bias = mask_from_end(bias, end_visible, passed)
             rows_of_keys: gl.constexpr = None
@@ -247,6 +255,7 @@ def consume_queries(
         end: gl.constexpr = None
         if sizes.KvLengths is not None:
             end = key_end(item.batch, sizes)
+        if sizes.KvLengths is not None or BY_QUERY:
             gl.barrier()  # all warps have come here, which in an item without a step nothing else makes sure of
             arrive(shared.kv_empty, item.steps == 0)
         DK = (
@@ -276,7 +285,7 @@ def process_queries(
 ):  # fmt: skip
     """One step: S and dP of half of a block of queries, then what all of it adds to this warpgroup's dK and dV.
 
-    bias: initial accumulator of S^T, -inf at masked elements; unused unless CAUSAL. draw: dropout's, or None. slope,
+    bias: initial accumulator of S^T, -inf at masked elements; unused without a mask. draw: dropout's, or None. slope,
     rows_of_keys: ALiBi's (`with_distances`), or None. last: whether it is the last step, after whose dP K and V are
     released.
     """
@@ -301,7 +310,7 @@ def process_queries(
     delta = gl.load(Delta + (flat_head * sizes.q_len + rows), mask=rows < sizes.q_len, other=0.0)
     zeros = gl.zeros([KEYS, HALF], gl.float32, scores_layout)
     mbarrier.wait(shared.queries.full.index(stage), phase)
-    s = multiply_parts(k, q, bias, CAUSAL)
+    s = multiply_parts(k, q, bias, CAUSAL or sizes.bounds is not None)
     mbarrier.wait(shared.d_outs.full.index(stage), phase)
     dp = multiply_parts(v, d_out, zeros, False)
     if SOFTCAP > 0:
@@ -358,7 +367,7 @@ def store_rows(x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.cons
 
 @gluon.jit(do_not_specialize=[*Sizes._fields, "left"])
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter, DocumentEnd, Seed, KvLengths, Slopes,
+    q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter, DocumentEnd, RowStart, Seed, KvLengths, Slopes,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, left, scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -366,8 +375,9 @@ def dkdv_kernel(
     """dK and dV of every query head. Grid: (programs,), one for each SM but no more than work items.
 
     The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
-    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as Seed without DROP, KvLengths (batch,)
-    without key padding and Slopes (heads,) without ALiBi. GROUP: query heads per head of K and V.
+    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as RowStart without bounds by query, Seed
+    without DROP, KvLengths (batch,) without key padding and Slopes (heads,) without ALiBi. GROUP: query heads per
+    head of K and V.
     """
     dtype: gl.constexpr = q_desc.dtype
     if HEAD_DIM % 16 != 0:  # as in `store_rows`
@@ -376,7 +386,10 @@ def dkdv_kernel(
     results = Results(DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn)
     bounds: gl.constexpr = None
     if left is not None:
-        bounds = Bounds(None, DocumentEnd, left, q_len)
+        last: gl.constexpr = None
+        if RowStart is not None:
+            last = kv_len
+        bounds = Bounds(None, DocumentEnd, left, q_len, None, RowStart, last)
     sizes = Sizes(
         heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, Seed, KvLengths, Slopes
     )  # fmt: skip

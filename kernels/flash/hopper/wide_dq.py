@@ -17,11 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bounds import Bounds, first_keys
+from .bounds import Bounds, end_keys, first_keys
 from .columns import multiply_parts, multiply_parts_into, no_sums, parts_of, scale_sums, wait_keeping
 from .dropout import Draw, ds_of, negate
 from .forward_schedule import ROWS, ForwardSizes, count_key_blocks, decode_tile, first_key_block
-from .masks import mask_before, mask_scores
+from .masks import mask_after, mask_before, mask_scores
 from .padding import key_end, mask_padding
 from .pipeline import LOG2_E, Ring, arrive, opaque
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
@@ -69,7 +69,7 @@ def load_keys(q_desc, k_desc, v_desc, do_desc, Counter, rings, claims, sizes, SP
             row = first_row + which * ROWS
             fetch_rows(q_desc, batch, head, row, rings.q, which, ordinal & 1)
             fetch_rows(do_desc, batch, head, row, rings.d_out, which, ordinal & 1)
-        blocks = count_key_blocks(first_row + 2 * ROWS, key_end(batch, sizes), sizes, SPEC)
+        blocks = count_key_blocks(first_row + 2 * ROWS, batch, key_end(batch, sizes), sizes, SPEC)
         visited = blocks - first_key_block(first_row, batch, sizes, SPEC)
         for passed in range(visited):
             block = blocks_before + passed
@@ -122,8 +122,8 @@ def consume_keys(
         tile_row, head, batch = decode_tile(index, sizes, SPEC)
         first_row = tile_row + WHICH * ROWS
         end = key_end(batch, sizes)
-        blocks = count_key_blocks(first_row + ROWS, end, sizes, SPEC)
-        skipped = count_key_blocks(tile_row + 2 * ROWS, end, sizes, SPEC) - blocks
+        blocks = count_key_blocks(first_row + ROWS, batch, end, sizes, SPEC)
+        skipped = count_key_blocks(tile_row + 2 * ROWS, batch, end, sizes, SPEC) - blocks
         blocks_before = skip_key_blocks(blocks_before, skipped, rings)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
         first = (batch * sizes.heads + head) * sizes.q_len
@@ -139,6 +139,9 @@ def consume_keys(
         if SPEC.BOUNDED:
             first_seen = first_keys(rows, batch, sizes.bounds)
             last_row = gl.minimum(first_row + ROWS, sizes.q_len) - 1
+            if SPEC.BY_QUERY:
+                end_seen = end_keys(rows, batch, sizes.bounds)
+                end_of_first = end_keys(first_row, batch, sizes.bounds) // KEYS
             whole = gl.cdiv(first_keys(last_row, batch, sizes.bounds), KEYS)  # the first block that none cuts
         dq = no_sums(ROWS, SPEC.HEAD_DIM)
         zeros = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
@@ -149,7 +152,10 @@ def consume_keys(
         for passed in range(blocks - begin):
             left = opaque(blocks - 1 - passed)  # opaque: 4 B are spilled otherwise
             bias = zeros
-            if passed < CUT:
+            if SPEC.BY_QUERY:
+                if left >= end_of_first:
+                    bias = mask_after(bias, end_seen, left * KEYS)
+            elif passed < CUT:
                 bias = mask_scores(zeros, first_row, left * KEYS, sizes, SPEC)
                 if sizes.KvLengths is not None:
                     bias = mask_padding(bias, end - left * KEYS)
@@ -226,15 +232,15 @@ def process_keys(
 
 @gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left"])
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, DocumentStart, Seed, KvLengths, Slopes,
+    q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, DocumentStart, KeyEnd, Seed, KvLengths, Slopes,
     stride_dqb, stride_dqh, stride_dqm,
     q_len, kv_len, heads, batches, heads_per_group, tiles, left, scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """dQ. Grid: (programs,), one for each SM but no more than there are tiles of 128 queries.
 
     The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
-    0. DocumentStart, left: if SPEC.BOUNDED (bounds.py), else None, as Seed without SPEC.DROP, KvLengths (batch,)
-    without key padding and Slopes (heads,) without ALiBi.
+    0. DocumentStart, left: if SPEC.BOUNDED, KeyEnd: if SPEC.BY_QUERY (bounds.py), else None, as Seed without
+    SPEC.DROP, KvLengths (batch,) without key padding and Slopes (heads,) without ALiBi.
     """
     if SPEC.HEAD_DIM % 16 != 0:  # as in `store_rows`
         stride_dqb, stride_dqh = stride_dqb // 8 * 8, stride_dqh // 8 * 8
@@ -247,7 +253,7 @@ def dq_kernel(
     absent: gl.constexpr = None
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:
-        bounds = Bounds(DocumentStart, None, left, q_len)
+        bounds = Bounds(DocumentStart, None, left, q_len, KeyEnd, None, None)
     sizes = ForwardSizes(
         q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, absent, KvLengths, Seed, Slopes
     )
