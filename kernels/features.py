@@ -78,6 +78,7 @@ FEATURES: dict[str, Feature] = {
         "as many documents, ascending, first 0, last batch * kv_len. Each document, or its part of a row, is aligned "
         "bottom-right by itself",
         words="offsets of the keys alone",
+        hopper=BOTH,
         options={"documents": True, "ragged": True},
         pointers=("DocumentStart", "DocumentEnd"),
     ),

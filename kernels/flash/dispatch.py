@@ -42,6 +42,8 @@ NO_FORM = {
     "backward": frozenset({"precise_delta", "return_lse", "sinks"}),
 }
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
+# What they do not combine with bounds by query (hopper/bounds.py): softcap spills 4 to 8 B in the backward at 64.
+NOT_BY_QUERY = frozenset({"alibi_slopes", "block_mask", "dropout_p", "softcap"})
 ALIBI_RAGGED = "does not support alibi_slopes with cu_seqlens_k"
 TILE = 128  # queries; with fewer, a Hopper tile would be mostly empty
 
@@ -116,6 +118,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
 TIMED_WITH = {
     "alibi_slopes": frozenset({"window"}),
     "block_mask": frozenset(),
+    "cu_seqlens": frozenset(FEATURES) - {"cu_seqlens_k", "kv_lengths"},
     "softcap": frozenset({"window"}),
 }
 
@@ -144,6 +147,8 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     """What the Hopper kernels of a pass would need to serve the request on a machine that has them, or None."""
     features, length, kv_len = request.features, request.length, request.kv_len
     bounds = [name for name in BOUNDS if name in features]
+    beside = [name for name in ("cu_seqlens_k", "kv_lengths") if name in features]
+    by_query = bool(beside) and "cu_seqlens" in features  # `masks.by_query`
     if request.dtype not in HOPPER_DTYPES:
         return f"float16 or bfloat16, not {request.dtype}"
     if request.head_dim % 8:
@@ -152,10 +157,14 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return f"attention without {others[0]}"
     if request.head_dim > 128 and (lacking := sorted(WIDE_LACKS[which] & features)):
         return f"head_dim 128 or less with {lacking[0]}, not {request.head_dim}"
+    if by_query and (others := sorted(NOT_BY_QUERY & features)):
+        return f"attention without {others[0]} combined with cu_seqlens and {beside[0]}"
+    if "cu_seqlens_k" in features and not by_query:
+        return "cu_seqlens beside cu_seqlens_k"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} combined with block_mask"
     for name in ("kv_lengths", "dropout_p"):
-        if name in features and (bounds or "block_mask" in features):
+        if name in features and not by_query and (bounds or "block_mask" in features):
             return f"attention without {name} combined with {[*bounds, 'block_mask'][0]}"
     for name in SCORE_MODS:
         if name in features and (others := sorted(NOT_COMBINED_WITH & features - {name})):
@@ -166,7 +175,8 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         if request.head_dim > 128 and {"alibi_slopes", name} <= features:
             return f"head_dim 128 or less with alibi_slopes and {name}, not {request.head_dim}"
     apart = 0 if length is None or kv_len is None else kv_len - length
-    if which == "forward" and "kv_lengths" in features and request.causal and apart % 64:  # spills 36 to 40 B
+    unaligned = request.causal and apart % 64 and not by_query
+    if which == "forward" and "kv_lengths" in features and unaligned:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"
     # 200, 216, 232 and 248 spill 4 to 20 B.
     if "dropout_p" in features and request.head_dim > 128 and request.head_dim % 16:
@@ -176,7 +186,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     spills = spills or (request.head_dim > 128 and "precise_delta" in features)
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and spills:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
-    if bounds and request.causal is False:
+    if bounds and request.causal is False and not by_query:
         return f"causal=True with {bounds[0]}"
     if "block_mask" in features and request.causal and apart % BLOCK_MASK_SIZE:
         return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's

@@ -50,6 +50,19 @@ def documents(length: int, batch: int, device: str = "cpu") -> torch.Tensor:
     return torch.cat([ends, torch.tensor([batch * length])]).to(device, torch.int32)
 
 
+def unequal_documents(q_len: int, kv_len: int, batch: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """cu_seqlens as `documents`, and cu_seqlens_k of as many: a fifth have no key, and the second, which has no
+    query, has a quarter of the keys."""
+    queries = documents(q_len, batch, device)
+    generator = torch.Generator().manual_seed(q_len + kv_len)
+    count = len(queries) - 1
+    shares = torch.rand(count, generator=generator) ** 3 * (torch.rand(count, generator=generator) < 0.8)
+    shares[1:2] = shares.sum() / 3
+    ends = (shares.cumsum(0) / shares.sum().clamp(min=1e-9) * batch * kv_len).round().to(torch.int32)
+    ends[-1] = batch * kv_len
+    return {"cu_seqlens": queries, "cu_seqlens_k": torch.cat([ends.new_zeros(1), ends]).to(device)}
+
+
 # (q_len, kv_len) for block masks; if the difference is a multiple of a block, also tested with the causal mask.
 LISTED = [(1, 1), (128, 128), (129, 129), (200, 200), (1000, 1000), (1024, 1024), (256, 512), (1100, 844)]
 LISTED += [(1, 239), (113, 203), (700, 30), (65, 1300)]

@@ -144,6 +144,18 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_wide_alibi": lambda: attend(
             "hopper", 256, 130, 190, causal=False, alibi_slopes=torch.rand(4, device="cuda")
         ),
+        "hopper_own_offsets": lambda: attend(
+            "hopper", 64, 1000, 1000, **features()["keys of their own offsets"]
+        ),
+        "hopper_own_offsets_128": lambda: attend(
+            "hopper", 128, 1000, 1000, causal=False, **features()["keys of their own offsets"]
+        ),
+        "hopper_documents_padding": lambda: attend(
+            "hopper", 64, 1000, 1000, **features()["documents with padding"]
+        ),
+        "hopper_wide_documents_padding": lambda: attend(
+            "hopper", 256, 1000, 1000, **features()["documents with padding"]
+        ),
         "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),
         "hopper_padded": lambda: attend("hopper", 72, 130, 190, kv_heads=2),
         "hopper_wide_padded": lambda: attend("hopper", 136, 130, 190, kv_heads=2),

@@ -92,7 +92,36 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "triton",
             "attention without cu_seqlens combined with block_mask",
         ),
-        ("cu_seqlens cu_seqlens_k", {}, "triton", "triton", "attention without cu_seqlens_k"),
+        (
+            "cu_seqlens cu_seqlens_k",
+            {},
+            "triton",
+            "triton",
+            "attention without cu_seqlens_k combined with cu_seqlens",
+        ),
+        *(
+            (
+                f"cu_seqlens {others}",
+                {"tier": "hopper", "head_dim": head_dim} | rest,
+                "hopper",
+                "hopper",
+                None,
+            )
+            for others in ("cu_seqlens_k", "kv_lengths", "cu_seqlens_k kv_lengths sinks window precise_delta")
+            for head_dim in (64, 96, 128, 256)
+            for rest in ({"causal": True, "length": 512, "kv_len": 513}, {"causal": False})
+        ),
+        *(
+            (
+                f"cu_seqlens {others} {name}",
+                {"tier": "hopper"},
+                "triton",
+                "triton",
+                f"attention without {name} combined with cu_seqlens and {others.split()[0]}",
+            )
+            for others in ("cu_seqlens_k", "kv_lengths", "cu_seqlens_k kv_lengths")
+            for name in ("alibi_slopes", "block_mask", "dropout_p", "softcap")
+        ),
         (
             "cu_seqlens kv_lengths",
             {},
@@ -360,7 +389,15 @@ def chosen(
         (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0), ("hopper", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "triton")),
-        (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0, ragged=True), ("triton",) * 2),
+        (Tensors(None, None, None, LIST, LIST), Options(False, 1.0, ragged=True), ("triton",) * 2),
+        (
+            Tensors(None, None, None, LIST, LIST),
+            Options(False, 1.0, tier="hopper", ragged=True),
+            ("hopper",) * 2,
+        ),
+        (Tensors(None, None, None, LIST, LIST, LIST), Options(True, 1.0), ("triton",) * 2),
+        (Tensors(None, None, None, LIST, LIST, LIST), Options(True, 1.0, tier="hopper"), ("hopper",) * 2),
+        (Tensors(None, None, None, LIST, LIST, LIST), Options(False, 1.0, tier="hopper"), ("hopper",) * 2),
         (Tensors(key_blocks=LIST, query_blocks=LIST), Options(True, 1.0), ("hopper", "hopper")),
     ],
 )

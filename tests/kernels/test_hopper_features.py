@@ -1,12 +1,13 @@
 """Features on the Hopper kernels, wherever tier="hopper" takes them: accuracy, NaN as padding, repeats."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 
 import kernels
-from tests.kernels.accuracy import assert_as_accurate, documents, inputs, run
+from tests.kernels.accuracy import assert_as_accurate, documents, inputs, run, unequal_documents
 from tests.kernels.bits import assert_equal, assert_repeats, programs_of_hopper
 from tests.kernels.hopper import ON_HOPPER
 
@@ -32,6 +33,8 @@ MORE_WIDE_NAMES = [
     "sinks kv_lengths",
     "sinks window",
 ]
+BY_QUERY = ["kv_lengths", "own_offsets", "own_offsets kv_lengths"]
+BY_QUERY += [f"{name} {others}" for name in BY_QUERY[:2] for others in ("window", "sinks precise_delta")]
 DROPOUT = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
 
 
@@ -97,13 +100,63 @@ def test_exact_at_every_length(head_dim: int, name: str, dtype: torch.dtype, cau
 
 
 @CAUSAL
+@DTYPES
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    [(head_dim, name) for head_dim in (64, 128, 256) for name in BY_QUERY]
+    + [(head_dim, name) for head_dim in (32, 96, 136, 160, 192) for name in BY_QUERY[:3]],
+)
+def test_documents_by_query_are_exact_at_every_length(
+    head_dim: int, name: str, dtype: torch.dtype, causal: bool
+) -> None:
+    """Documents whose keys have offsets of their own, or with key padding."""
+    for q_len, kv_len in LENGTHS:
+        if "own_offsets" not in name and q_len != kv_len:
+            continue
+        batch = 8 if q_len <= 1025 else 2
+        *tensors, d_out = inputs(
+            q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
+        )  # fmt: skip
+        given = {"causal": causal, **by_query(name, batch, 4, q_len, kv_len)}
+        if "window" in name and not causal:
+            given["window"] = (100, 30)
+        assert_as_accurate(run(flash(), tensors, d_out, **given), tensors, d_out, **given)
+
+
+def by_query(name: str, batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, object]:
+    if "own_offsets" in name:
+        offsets = unequal_documents(q_len, kv_len, batch, "cuda")
+    else:
+        offsets = {"cu_seqlens": documents(q_len, batch, "cuda")}
+    return features(name, batch, heads, kv_len) | offsets
+
+
+def test_offsets_that_do_not_ascend_end() -> None:
+    """What such a call computes is nobody's business, but it must not hang."""
+    draw = torch.Generator().manual_seed(0)
+    for head_dim, number in itertools.product((64, 128, 160, 256), range(20)):
+        *tensors, d_out = inputs(
+            1000, 700, head_dim, torch.bfloat16, batch=3, heads=4, kv_heads=4, device="cuda"
+        )
+        offsets = [torch.randint(-50, 3100, (2 + number,), generator=draw).cuda().int() for _ in range(2)]
+        given = dict(zip(("cu_seqlens", "cu_seqlens_k"), offsets, strict=True))
+        if number % 2:
+            given["kv_lengths"] = lengths(3, 700)
+        run(flash(), tensors, d_out, causal=number % 3 > 0, **given)
+    torch.cuda.synchronize()
+
+
+@CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128, 136, 160, 192, 256])
 @pytest.mark.parametrize("length", [1000, 4100])
-def test_padding_may_hold_anything(length: int, head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("name", ["", *BY_QUERY[:3:2]], ids=["alone", "documents", "own_offsets"])
+def test_padding_may_hold_anything(name: str, length: int, head_dim: int, causal: bool) -> None:
     *tensors, d_out = inputs(
         length, length, head_dim, torch.bfloat16, batch=8, heads=4, kv_heads=4, device="cuda"
     )  # fmt: skip
     given = {"causal": causal, "kv_lengths": lengths(8, length)}
+    if name:
+        given |= by_query(name, 8, 4, length, length)
     clean = run(flash(), tensors, d_out, **given)
     with torch.no_grad():
         for x in tensors[1:]:
@@ -132,17 +185,31 @@ def test_250_repeats_agree_bit_for_bit(length: int, head_dim: int, name: str, ca
     assert_repeats(run, flash(), tensors, d_out, **given)
 
 
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize("name", BY_QUERY[:3])
+@pytest.mark.parametrize("length", [1000, 2100])
+def test_250_repeats_by_query_agree_bit_for_bit(length: int, name: str, head_dim: int, causal: bool) -> None:
+    kv_len = length + 300 if "own_offsets" in name else length
+    *tensors, d_out = inputs(
+        length, kv_len, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12, device="cuda"
+    )
+    given = {"causal": causal, **by_query(name, 16, 12, length, kv_len)}
+    assert_repeats(run, flash(), tensors, d_out, **given)
+
+
 @pytest.mark.parametrize("programs", [1, 7])
 @pytest.mark.parametrize(
     ("head_dim", "name"),
     [(each, name) for each in (64, 128) for name in ("kv_lengths", "dropout")]
-    + [(256, name) for name in ("softcap window", "alibi documents", "kv_lengths")],
+    + [(256, name) for name in ("softcap window", "alibi documents", "kv_lengths")]
+    + [(each, "own_offsets kv_lengths") for each in (64, 128, 256)],
 )
 def test_any_number_of_programs_gives_the_same(head_dim: int, name: str, programs: int) -> None:
     *tensors, d_out = inputs(
         1024, 1024, head_dim, torch.bfloat16, batch=8, heads=6, kv_heads=3, device="cuda"
     )
-    given = features(name, 8, 6, 1024)
+    given = by_query(name, 8, 6, 1024, 1024) if name in BY_QUERY[1:] else features(name, 8, 6, 1024)
     first = run(flash(), tensors, d_out, **given)
     with programs_of_hopper(programs):
         assert_equal(run(flash(), tensors, d_out, **given), first)
