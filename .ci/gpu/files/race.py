@@ -1,8 +1,8 @@
 """Flash's Hopper kernels against the portable ones and PyTorch's: python race.py PART SEED END
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
-features, wide_features and wide_padding (136 to 256), combined (features with each other and of other sizes;
-../rows.py reads it).
+features, wide_features and wide_padding (136 to 256), by_query (documents whose keys have offsets of their own, or
+with key padding), combined (features with each other and of other sizes; ../rows.py reads it).
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
@@ -46,8 +46,8 @@ LIBRARIES = ("sdpa_flash", "sdpa_cudnn", "fa4")
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    # tokens: 16,384 of hidden size 2048, as in FlashAttention-2's benchmark; small: few tiles; grouped; 256: so many
-    # tiles of 128 queries
+    # tokens: 16,384 of hidden size 2048, as in FlashAttention-2's benchmark; row: one sequence as wide; small: few
+    # tiles; grouped; 256: so many tiles of 128 queries
     kind: str
     length: int
     head_dim: int
@@ -65,6 +65,8 @@ class Point:
             heads = int(self.kind) // (self.length // TILE)
             return max(heads // 8, 1), min(heads, 8), min(heads, 8)
         heads = min(max(2048 // self.head_dim, 8) // 2 * 2, 32)
+        if self.kind == "row":
+            return 1, heads, heads
         if self.kind == "grouped":
             return 16384 // self.length, heads // 4 * 4, heads // 4
         return 16384 // self.length, heads, heads
@@ -89,6 +91,8 @@ DIMS = (64, 128)
 PRECISE, SINKS = (tuple(f"{each}+{name}" for name in BOUNDS) for each in ("precise", "sinks"))
 LATE = ("precise+sinks", "precise+padding", "precise+dropout")
 TOGETHER = tuple(f"{each}+{name}" for name in BOUNDS for each in SCORE_MODS)
+BY_QUERY = ("own", "documents+padding")
+OWN = tuple(f"own+{each}" for each in ("padding", "sinks", "window", "precise"))
 # What is wanted most comes first: a race may be cut.
 POINTS = {
     "plain": [
@@ -126,6 +130,19 @@ POINTS = {
         *every("tokens", (4096,), (256,), CAUSAL, ("near", "softcap+padding", "sinks+window")),
         *every("512", (2048,), (160, 192), BOTH, ALONE),
         *every("tokens", (2048,), (144, 224), CAUSAL, ALONE),
+    ],
+    "by_query": [
+        *every("row", (16384,), (128, 64), BOTH, ("own+longer", "same")),
+        *every("tokens", (4096,), (128, 64), BOTH, ("documents+padding",)),
+        *every("row", (16384,), (256,), BOTH, ("own+longer", "same")),
+        *every("tokens", (4096,), (256,), BOTH, ("documents+padding",)),
+        *every("tokens", (1024,), DIMS, BOTH, BY_QUERY),
+        *every("512", (1024,), (64, 128, 256), CAUSAL, BY_QUERY),
+        *every("128", (512,), (64, 128, 256), CAUSAL, BY_QUERY),
+        *every("row", (2048,), (64, 128, 256), BOTH, ("own+longer",)),
+        *every("grouped", (2048,), (128,), CAUSAL, BY_QUERY),
+        *every("tokens", (4096,), (96, 160, 192), CAUSAL, BY_QUERY),
+        *every("tokens", (4096,), (128,), BOTH, OWN),
     ],
     "dims": [
         *every("tokens", (1024, 4096, 512, 2048, 16384), (80, 96, 112, 32, 48, 16, 72, 120), BOTH),
@@ -167,6 +184,7 @@ POINTS = {
 # For a trial on a CPU: features, and whether there is a full mask too.
 TRIED = {
     "features": (("padding", "dropout"), BOTH),
+    "by_query": (("own+longer", "same+padding"), BOTH),
     "combined": (("precise+documents", "window+longer"), CAUSAL),
     "wide_features": (("softcap+window", "documents"), CAUSAL),
     "wide_padding": (("padding", "sinks"), BOTH),
@@ -182,8 +200,8 @@ def points() -> list[Point]:
 
 class Inputs:
     """Features: padding (lengths from 1 on), near (0 to 20 less), dropout, sinks, precise (delta), window (of 512),
-    documents (of 2 to 2048 tokens), softcap, alibi; gemma (Gemma 2's softcap and window); and longer (twice as many
-    keys as queries)."""
+    documents (of 2 to 2048 tokens), own (the same, and the keys have offsets of their own) or same (which are the
+    queries'), softcap, alibi; gemma (Gemma 2's softcap and window); and longer (twice as many keys as queries)."""
 
     def __init__(self, p: Point, shape: tuple[int, int, int] | None = None) -> None:
         batch, heads, kv_heads = shape or p.shape
@@ -205,11 +223,17 @@ class Inputs:
             self.features["precise_delta"] = True
         if "window" in p.feature:
             self.features["window"] = (512, 0)
-        if "documents" in p.feature:
+        if {"documents", "own", "same"} & set(p.feature.split("+")):
             tokens, generator = batch * p.length, torch.Generator().manual_seed(0)
             ends = torch.randint(2, 2049, (tokens,), generator=generator).cumsum(0)
             ends = [0, *ends[ends < tokens].tolist(), tokens]
             self.features["cu_seqlens"] = torch.tensor(ends, device=DEVICE, dtype=torch.int32)
+            if "same" in p.feature:
+                self.features["cu_seqlens_k"] = self.features["cu_seqlens"].clone()
+            if "own" in p.feature:
+                shares = torch.randint(2, 2049, (len(ends) - 1,), generator=generator).cumsum(0)
+                keys = [0, *(shares * (batch * kv_len) // shares[-1]).tolist()]
+                self.features["cu_seqlens_k"] = torch.tensor(keys, device=DEVICE, dtype=torch.int32)
         if "softcap" in p.feature:
             self.features["softcap"] = 30.0
         if "gemma" in p.feature:
@@ -218,12 +242,27 @@ class Inputs:
             self.features["alibi_slopes"] = 2.0 ** -torch.linspace(0.5, 8, heads, device=DEVICE)
 
 
+def fa4_packed(inputs: Inputs, p: Point) -> torch.Tensor:
+    """FlashAttention-4 of one row whose queries and keys have offsets of their own."""
+    of_queries, of_keys = inputs.features["cu_seqlens"], inputs.features["cu_seqlens_k"]
+    function = get_attention("fa4").keywords["flash_attn_varlen_func"]
+    q, k, v = (x[0].transpose(0, 1) for x in inputs.qkv)
+    given = {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys, "causal": p.causal}
+    given |= {"max_seqlen_q": 2048, "max_seqlen_k": k.shape[0]}
+    return function(q, k, v, **given)[0].transpose(0, 1)[None]
+
+
 Attend = Callable[[Inputs, Point], torch.Tensor]
 
 
 def flash(tier: str, inputs: Inputs, p: Point, plain: bool = False) -> torch.Tensor:
     features = {} if plain else inputs.features
     return get_attention("flash")(*inputs.qkv, causal=p.causal, tier=tier, **features)
+
+
+def documents_alone(tier: str, inputs: Inputs, p: Point) -> torch.Tensor:
+    cu_seqlens = inputs.features["cu_seqlens"]
+    return get_attention("flash")(*inputs.qkv, causal=p.causal, tier=tier, cu_seqlens=cu_seqlens)
 
 
 def library(name: str, inputs: Inputs, p: Point) -> torch.Tensor:
@@ -250,6 +289,11 @@ def contenders(p: Point) -> dict[str, Attend]:
     found: dict[str, Attend] = {"hopper": functools.partial(flash, HOPPER)}
     found["portable"] = functools.partial(flash, "triton")
     if PART == "combined":
+        return found
+    if PART == "by_query":  # beside documents alone: what the keys' own bounds cost
+        found["documents"] = functools.partial(documents_alone, HOPPER if p.causal else "triton")
+        if p.kind == "row":
+            found["fa4"] = fa4_packed
         return found
     if p.feature:  # what the feature costs
         found["plain"] = functools.partial(flash, HOPPER, plain=True)
