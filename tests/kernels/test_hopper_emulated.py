@@ -208,13 +208,14 @@ def test_forward_with_sinks(machine, head_dim: int, causal: bool) -> None:
     check("forward", machine, 300, 130, head_dim, causal, sinks=torch.tensor([1.5, -torch.inf]))
 
 
-@pytest.mark.parametrize("mask", ["window", "documents", "padding"])
+@pytest.mark.parametrize("mask", ["window", "documents", "padding", "by query"])
 def test_wide_sinks_with_masks(machine, mask: str) -> None:
     masks = {
         "window": {"window": (100, 0)},
         "documents": {"cu_seqlens": documents(200, 2)},
         "padding": {"kv_lengths": torch.tensor([0, 130], dtype=torch.int32)},
     }
+    masks["by query"] = masks["documents"] | masks["padding"]
     check("forward", machine, 200, 200, 160, True, batch=2, sinks=torch.tensor([1.5, -2.0]), **masks[mask])
 
 
@@ -515,7 +516,8 @@ def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int,
         for bound in ("causal", "full", "window", "documents", "blocks", "padding", "dropout", "sinks")
     ]
     + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 128, 160, 256)]
-    + [pytest.param(bound, 128, marks=SLOW) for bound in ("padding", "dropout", "sinks")],
+    + [pytest.param(bound, 128, marks=SLOW) for bound in ("padding", "dropout", "sinks")]
+    + [("by query", 64), pytest.param("by query", 256, marks=SLOW)],
 )
 def test_precise_delta(machine, bound: str, head_dim: int) -> None:
     """The forward keeps what rounding takes from out: of equal scores, P is 1 and sums of V are exact up to float32.
@@ -526,6 +528,7 @@ def test_precise_delta(machine, bound: str, head_dim: int) -> None:
         "documents": {"cu_seqlens": documents(q_len, batch)},
         "blocks": {"block_mask": block_mask(q_len, q_len, batch, 2)},
         "padding": {"kv_lengths": torch.tensor([0, 130], dtype=torch.int32)},
+        "by query": offsets(q_len, q_len, batch) | {"kv_lengths": torch.tensor([90, 130], dtype=torch.int32)},
         "dropout": {"dropout_p": 0.5, "dropout_seed": 3},
         "sinks": {"sinks": torch.tensor([0.0, -torch.inf])},  # e^0 is exact too
     }.get(bound, {})
