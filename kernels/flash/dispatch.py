@@ -178,6 +178,9 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     unaligned = request.causal and apart % 64 and not by_query
     if which == "forward" and "kv_lengths" in features and unaligned:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"
+    odd = request.head_dim > 192 and request.head_dim % 16  # 200, 216 and 248 spill 8 to 16 B
+    if which == "forward" and by_query and "kv_lengths" in features and odd:
+        return f"a head_dim that 16 divides with cu_seqlens and kv_lengths above 192, not {request.head_dim}"
     # 200, 216, 232 and 248 spill 4 to 20 B.
     if "dropout_p" in features and request.head_dim > 128 and request.head_dim % 16:
         return f"a head_dim that 16 divides with dropout_p above 128, not {request.head_dim}"

@@ -122,6 +122,14 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             for others in ("cu_seqlens_k", "kv_lengths", "cu_seqlens_k kv_lengths")
             for name in ("alibi_slopes", "block_mask", "dropout_p", "softcap")
         ),
+        ("cu_seqlens cu_seqlens_k", {"tier": "hopper", "head_dim": 200}, "hopper", "hopper", None),
+        (
+            "cu_seqlens cu_seqlens_k kv_lengths",
+            {"tier": "hopper", "head_dim": 200},
+            "triton",
+            "hopper",
+            "a head_dim that 16 divides with cu_seqlens and kv_lengths above 192, not 200",
+        ),
         (
             "cu_seqlens kv_lengths",
             {},
