@@ -128,6 +128,9 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
                 ]
     plain = [job for job in jobs if not job.feature]
     grouped = [replace(job, feature="gqa") for job in plain if job.kernel == "hopper_forward"]
+    # dK/dV with dropout spilled with grouped heads, alone not.
+    drawing = [job for job in jobs if job.kernel == "hopper_dkdv" and "dropout_p" in job.feature.split()]
+    grouped += [replace(job, feature=f"{job.feature} gqa") for job in drawing]
     more = [job for job in plain if job.length == OF_MORE]
     return jobs + grouped + [replace(job, head_dim=each) for job in more for each in MORE.get(head_dim, ())]
 

@@ -268,12 +268,12 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     softcap = 30.0 if "softcap" in words else 0.0
     lengths = job.length, job.length + sum(apart for word, apart in APART.items() if word in words)
     no_left = {} if bounded else {"left": None}  # above head_dim 128; the others ignore it
+    group = FORMS["gqa"][0]["group"] if "gqa" in words else 1
     if job.kernel == "hopper_dkdv":
-        wide = {"GROUP": 1, "HEAD_DIM": job.head_dim, "CAUSAL": causal, "DROP": drop, "SOFTCAP": softcap}
+        wide = {"GROUP": group, "HEAD_DIM": job.head_dim, "CAUSAL": causal, "DROP": drop, "SOFTCAP": softcap}
         return {**wide, **absent, **no_left}
     uses: dict[str, Any] = {"bounded": bounded, "listed": listed, "padded": padded, "drop": drop}
-    uses |= {"softcap": softcap, "precise": "precise_delta" in words}
-    uses["group"] = FORMS["gqa"][0]["group"] if "gqa" in words else 1
+    uses |= {"softcap": softcap, "precise": "precise_delta" in words, "group": group}
     spec = forward_spec.specify(job.head_dim, causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec, **absent, **no_left}

@@ -242,10 +242,8 @@ def consume_queries(
             first_row = (item.last_block - step) * ROWS
             draw: gl.constexpr = None
             if DROP is not None:
-                # Opaque, and batch and head decoded in each step: else triton 3.8 spills 8 B at 192, and 3.9 at 256.
-                first_row, flat_head = opaque(first_row), opaque(item.flat_head)
                 row, key = first_row + WHICH * (ROWS // 2), item.key_block * KEYS
-                draw = Draw(gl.load(sizes.Seed), flat_head // sizes.heads, flat_head % sizes.heads, row, key)
+                draw = Draw(gl.load(sizes.Seed), item.batch, item.head, row, key)
             dk, dv = process_queries(
                 dk, dv, bias, draw, slope, rows_of_keys, first_row, item.flat_head, tiles_before + step,
                 step == item.steps - 1, Lse, Delta, shared, sizes, scale, WHICH, HEAD_DIM, CAUSAL, DROP, SOFTCAP,
