@@ -172,21 +172,22 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     if (softcap := dict(request.numbers).get("softcap", 0.0)) > SOFTCAP_MAX:
         return f"a softcap up to {SOFTCAP_MAX:g}, not {softcap:g}"
     for name in ("kv_lengths", "precise_delta"):  # at 200 and 232 the forward spills 4 B, with both 48 to 68
-        if request.head_dim > 128 and {"alibi_slopes", name} <= features:
-            return f"head_dim 128 or less with alibi_slopes and {name}, not {request.head_dim}"
+        if request.head_dim > 192 and {"alibi_slopes", name} <= features:
+            return f"head_dim 192 or less with alibi_slopes and {name}, not {request.head_dim}"
     apart = 0 if length is None or kv_len is None else kv_len - length
     unaligned = request.causal and apart % 64 and not by_query
     if which == "forward" and "kv_lengths" in features and unaligned:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"
-    odd = request.head_dim > 192 and request.head_dim % 16  # 200, 216 and 248 spill 8 to 16 B
+    odd = (
+        request.head_dim > 192 and request.head_dim % 16
+    )  # with padding by query 8 to 16 B, with dropout 4 to 20
     if which == "forward" and by_query and "kv_lengths" in features and odd:
         return f"a head_dim that 16 divides with cu_seqlens and kv_lengths above 192, not {request.head_dim}"
-    # 200, 216, 232 and 248 spill 4 to 20 B.
-    if "dropout_p" in features and request.head_dim > 128 and request.head_dim % 16:
-        return f"a head_dim that 16 divides with dropout_p above 128, not {request.head_dim}"
-    # With these, d128 with dropout spills 4 to 44 B, and d256 with precise_delta 4.
+    if "dropout_p" in features and odd:
+        return f"a head_dim that 16 divides with dropout_p above 192, not {request.head_dim}"
+    # With these, d128 with dropout spills 4 to 44 B, and above 192 with precise_delta 4 to 68.
     spills = apart % 64 or not features.isdisjoint(("kv_lengths", "sinks"))
-    spills = spills or (request.head_dim > 128 and "precise_delta" in features)
+    spills = spills or (request.head_dim > 192 and "precise_delta" in features)
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and spills:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
     if bounds and request.causal is False and not by_query:

@@ -141,6 +141,12 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_wide_dropout_full": lambda: attend(
             "hopper", 160, 130, 194, kv_heads=2, causal=False, dropout_p=0.1, dropout_seed=3
         ),
+        "hopper_wide_dropout_precise": lambda: attend(
+            "hopper", 136, 300, 300, kv_heads=2, precise_delta=True, dropout_p=0.1, dropout_seed=3
+        ),
+        "hopper_wide_alibi_padding": lambda: attend(
+            "hopper", 160, 130, 194, alibi_slopes=torch.rand(4, device="cuda"), **padding(189, 1)
+        ),
         "hopper_wide_alibi": lambda: attend(
             "hopper", 256, 130, 190, causal=False, alibi_slopes=torch.rand(4, device="cuda")
         ),

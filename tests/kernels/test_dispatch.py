@@ -222,16 +222,33 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 WIDE | {"head_dim": head_dim, "tier": tier},
                 "triton",
                 "triton",
-                f"a head_dim that 16 divides with dropout_p above 128, not {head_dim}",
+                f"a head_dim that 16 divides with dropout_p above 192, not {head_dim}",
             )
-            for head_dim, tier in ((200, "hopper"), (136, "auto"))
+            for head_dim, tier in ((200, "hopper"), (248, "auto"))
+        ),
+        *(
+            (names, WIDE | {"head_dim": head_dim}, "hopper", "hopper", None)
+            for names in ("dropout_p", "dropout_p precise_delta")
+            for head_dim in (136, 160, 184, 192)
+        ),
+        *(
+            (names, {"head_dim": head_dim, "tier": "hopper"}, "hopper", "hopper", None)
+            for names in ("alibi_slopes kv_lengths", "alibi_slopes kv_lengths precise_delta")
+            for head_dim in (136, 160, 192)
+        ),
+        (
+            "alibi_slopes kv_lengths",
+            WIDE | {"head_dim": 160},
+            "triton",
+            "triton",
+            "attention without kv_lengths combined with alibi_slopes",
         ),
         (
             "alibi_slopes kv_lengths",
             {"head_dim": 200, "tier": "hopper"},
             "triton",
             "triton",
-            "head_dim 128 or less with alibi_slopes and kv_lengths, not 200",
+            "head_dim 192 or less with alibi_slopes and kv_lengths, not 200",
         ),
         ("kv_lengths", {"tier": "hopper"}, "hopper", "hopper", None),
         (
@@ -342,7 +359,7 @@ def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pyte
     [
         *itertools.product(("window", "cu_seqlens", "softcap", "alibi_slopes"), (136, 160, 192, 256)),
         *itertools.product(("softcap window", "sinks window", "sinks", "kv_lengths"), (136, 160, 192, 256)),
-        *itertools.product(("dropout_p",), (144, 160, 192, 256)),  # 16 divides them
+        *itertools.product(("dropout_p",), (136, 144, 160, 192, 208, 256)),  # above 192 16 divides them
     ],
 )
 @pytest.mark.parametrize("which", ["forward", "backward"])

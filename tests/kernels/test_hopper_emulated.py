@@ -195,7 +195,9 @@ def test_the_forward_asks_for_the_bytes_of_docs_ladder(machine, length: int, row
 
 
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [64, 160, *(pytest.param(each, marks=SLOW) for each in (128, 192, 256))])
+@pytest.mark.parametrize(
+    "head_dim", [64, 160, *(pytest.param(each, marks=SLOW) for each in (128, 136, 192, 256))]
+)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), pytest.param(70, 333, marks=SLOW)])
 def test_forward_with_dropout(machine, q_len: int, kv_len: int, head_dim: int, causal: bool) -> None:
     check("forward", machine, q_len, kv_len, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
@@ -206,6 +208,17 @@ def test_forward_with_dropout(machine, q_len: int, kv_len: int, head_dim: int, c
 def test_forward_with_sinks(machine, head_dim: int, causal: bool) -> None:
     """More queries than keys: under the causal mask some see their sink only."""
     check("forward", machine, 300, 130, head_dim, causal, sinks=torch.tensor([1.5, -torch.inf]))
+
+
+@pytest.mark.one_in(3)
+@CAUSAL
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [160, 136, 192])
+def test_alibi_beside_padding_in_split_tiles(machine, head_dim: int, which: str, causal: bool) -> None:
+    """No key in a batch, one, some of the last block, all. Padding is NaN."""
+    lengths = torch.tensor([0, 1, 150, 194], dtype=torch.int32)
+    given = {"alibi_slopes": torch.tensor([0.5, 0.01]), "kv_lengths": lengths}
+    check(which, machine, 130, 194, head_dim, causal, batch=4, **given)
 
 
 @pytest.mark.parametrize("mask", ["window", "documents", "padding", "by query"])
@@ -230,7 +243,7 @@ def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, 
 
 @pytest.mark.one_in(5)
 @CAUSAL
-@pytest.mark.parametrize("head_dim", [256, 160, 192])
+@pytest.mark.parametrize("head_dim", [256, 160, 192, 136])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(172, 300), (130, 195), (300, 130)])
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padding"])
 def test_wide_backward_with_dropout(
@@ -517,6 +530,7 @@ def test_tiles_that_are_filled_up_with_zeros(machine, which: str, head_dim: int,
     ]
     + [pytest.param("causal", head_dim, marks=SLOW) for head_dim in (72, 128, 160, 256)]
     + [pytest.param(bound, 128, marks=SLOW) for bound in ("padding", "dropout", "sinks")]
+    + [pytest.param("dropout", head_dim, marks=SLOW) for head_dim in (136, 160)]
     + [("by query", 64), pytest.param("by query", 256, marks=SLOW)],
 )
 def test_precise_delta(machine, bound: str, head_dim: int) -> None:

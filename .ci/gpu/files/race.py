@@ -1,8 +1,9 @@
 """Flash's Hopper kernels against the portable ones and PyTorch's: python race.py PART SEED END
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
-features, wide_features and wide_padding (136 to 256), by_query (documents whose keys have offsets of their own, or
-with key padding), combined (features with each other and of other sizes; ../rows.py reads it).
+features, wide_features and wide_padding (136 to 256), wide_dropout (dropout, and ALiBi beside padding, where neither
+was taken before), by_query (documents whose keys have offsets of their own, or with key padding), combined (features
+with each other and of other sizes; ../rows.py reads it).
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
@@ -144,6 +145,16 @@ POINTS = {
         *every("tokens", (4096,), (96, 160, 192), CAUSAL, BY_QUERY),
         *every("tokens", (4096,), (128,), BOTH, OWN),
     ],
+    "wide_dropout": [
+        *every("tokens", (4096, 1024), (136, 184), BOTH, ("dropout",)),
+        *every("tokens", (4096, 1024), (160, 192), BOTH, ("precise+dropout",)),
+        *every("tokens", (4096, 1024), (160,), BOTH, ("alibi+padding",)),
+        *every("128", (1024,), (136, 192), BOTH, ("dropout", "precise+dropout")),
+        *every("tokens", (16384,), (136, 184), CAUSAL, ("dropout",)),
+        *every("grouped", (2048,), (136, 256), BOTH, ("dropout",)),
+        *every("tokens", (4096,), (152, 168), BOTH, ("dropout",)),
+        *every("512", (2048,), (136, 192), BOTH, ("alibi+padding", "dropout")),
+    ],
     "dims": [
         *every("tokens", (1024, 4096, 512, 2048, 16384), (80, 96, 112, 32, 48, 16, 72, 120), BOTH),
         *every("small", (128, 256, 512), (80, 96, 32), BOTH),
@@ -185,6 +196,7 @@ POINTS = {
 TRIED = {
     "features": (("padding", "dropout"), BOTH),
     "by_query": (("own+longer", "same+padding"), BOTH),
+    "wide_dropout": (("precise+dropout", "alibi+padding"), BOTH),
     "combined": (("precise+documents", "window+longer"), CAUSAL),
     "wide_features": (("softcap+window", "documents"), CAUSAL),
     "wide_padding": (("padding", "sinks"), BOTH),
@@ -299,7 +311,7 @@ def contenders(p: Point) -> dict[str, Attend]:
         found["plain"] = functools.partial(flash, HOPPER, plain=True)
         # Under the causal mask FlashAttention-4 aligns the queries with the keys that are not padding: another task.
         padded = "padding" in p.feature or "near" in p.feature
-        if PART == "wide_padding" and "dropout" in p.feature:
+        if PART in ("wide_padding", "wide_dropout") and "dropout" in p.feature:
             found["sdpa_flash"] = functools.partial(library, "sdpa_flash")
         elif PART in ("wide_features", "wide_padding") and not (padded and p.causal):
             found["fa4"] = fa4_itself
