@@ -39,6 +39,8 @@ LENGTHS = (256, 512, 1024, 2048, 16384)
 # Head_dims whose tiles are filled up with zeros (columns.py), by width: with one feature at a time. MORE: without,
 # at one length; 72, 136 and 200 are odd multiples of 8, where offsets need the most care.
 FILLED = {64: (32,), 128: (96,), 256: (160,)}
+# Two that only go together up to 192 (dispatch.py).
+TOGETHER = {160: ({"dropout_p", "precise_delta"}, {"alibi_slopes", "kv_lengths"})}
 MORE, OF_MORE = {128: (72,), 256: (136, 192, 200)}, 512
 GELU = ("gelu_product", "gelu_product_backward")
 FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # also in kernels/history
@@ -117,7 +119,8 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
         served = (name for name, each in FEATURES.items() if each.hopper)
         uses = [name for name in served if name not in NO_FORM[which]][::-1]
         most = len(uses) if features is None else features
-        sets = (each for count in range(most + 1) for each in itertools.combinations(uses, count))
+        sets = [each for count in range(most + 1) for each in itertools.combinations(uses, count)]
+        sets += [tuple(name for name in uses if name in two) for two in TOGETHER.get(head_dim, ())]
         for used, causal, length, apart in itertools.product(sets, (True, False), LENGTHS, APART):
             call = (length, length + APART[apart], causal)
             request = AttentionRequest(CUDA, torch.bfloat16, head_dim, frozenset(used), "hopper", *call)
