@@ -99,7 +99,7 @@ def flash_attention(
         if alibi_slopes is not None:  # the kernels' positions are the row's
             raise AttentionError(f"attention=flash {ALIBI_RAGGED}; attention=naive does")
         call = q.shape[0], q.shape[2], k.shape[2], causal, left, right
-        starts, ends = keys_of_queries(_covering(cu_seqlens, q), _covering(cu_seqlens_k, k), None, *call)
+        starts, ends = keys_of_queries(cu_seqlens, cu_seqlens_k, None, *call, covering=True)
         causal, left, right = False, -1, -1  # the bounds contain them
     elif cu_seqlens is not None:
         starts, ends = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
@@ -125,11 +125,6 @@ def flash_attention(
         _passed[place] = options
     out = out if value_dim is None else out[..., :value_dim]
     return (out, lse) if return_lse else out
-
-
-def _covering(cu_seqlens: Tensor, x: Tensor) -> Tensor:
-    """The offsets for all tokens of x: those that they leave out form documents, too, as in `document_bounds`."""
-    return F.pad(F.pad(cu_seqlens, (1, 0)), (0, 1), value=x.shape[0] * x.shape[2])
 
 
 def _place_of(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[object, ...] | None:

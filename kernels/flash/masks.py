@@ -1,5 +1,4 @@
-"""Packed documents and block masks converted to the form the kernels read, each by one small kernel; where queries
-and keys have offsets of their own, by torch operations.
+"""Packed documents and block masks converted to the form the kernels read, each by one small kernel.
 
 The conversion runs in every call, although the layers of a model pass the same tensors. Caching would be wrong when a
 CUDA graph's replay writes to such a tensor, which Python cannot detect. Under torch.compile it runs once.
@@ -47,31 +46,32 @@ def keys_of_queries(
     causal: bool,
     left: int,
     right: int,
+    covering: bool,
 ) -> tuple[Tensor, Tensor]:
     """The keys [start, end) that each query sees, relative to its row, where queries and keys have offsets of their
-    own: two int32 (batch, q_len). Both ascend, and so do those of the queries that see each key. So the forward and
-    dQ may take them for bounds of documents, and dK/dV those of `queries_of_keys`.
+    own: two int32 (batch, q_len). Both ascend, whatever the offsets, and so do those of the queries that see each
+    key. So the forward and dQ may take them for bounds of documents, and dK/dV those of `queries_of_keys`.
 
     cu_seqlens, cu_seqlens_k: (documents + 1,), offsets into the batch * q_len queries and the batch * kv_len keys.
     used: (documents,), how many keys of each are in use, from its first; None for all.
+    covering: queries before the first and after the last offset form documents, too, with the keys there; else they
+    see none.
     """
-    of_queries, of_keys = cu_seqlens.long(), cu_seqlens_k.long()
-    row = torch.arange(batch, device=of_queries.device)[:, None]
-    index = torch.arange(q_len, device=of_queries.device).repeat(batch, 1)
-    document = torch.searchsorted(of_queries, index + row * q_len, right=True) - 1
-    document = document.clamp(0, len(of_queries) - 2)
-    start = of_keys[document]
-    end = of_keys[document + 1] if used is None else start + used[document]
-    start, end = ((x - row * kv_len).clamp(0, kv_len) for x in (start, end))  # what is in the row
-    last_query = (of_queries[document + 1] - row * q_len).clamp(max=q_len) - 1
-    position = end - 1 - last_query + index  # of the query, among the keys
-    first, last = start, end
-    if left >= 0:
-        first = torch.maximum(start, position - left)
-    if causal or right >= 0:
-        last = torch.minimum(end, position + 1 + (0 if causal else right))
-    last = torch.maximum(last, first)  # empty, yet not before the document's first key: ends must ascend
-    return first.to(torch.int32), last.to(torch.int32)
+    starts, ends = _keys_of_queries_like(cu_seqlens, cu_seqlens_k, used, batch, q_len)
+    if starts.numel():
+        left, right = (ANY if each < 0 else min(each, ANY) for each in (left, 0 if causal else right))
+        grid = (-(-q_len // TOKENS), batch, 1)
+        numbers = (cu_seqlens.shape[0], q_len, kv_len, left, right, covering, TOKENS)
+        ascending = cu_seqlens_k.cummax(0).values
+        pointers = (
+            cu_seqlens.contiguous(),
+            ascending,
+            None if used is None else used.contiguous(),
+            starts,
+            ends,
+        )
+        launch(pointers, ("keys", grid, numbers), lambda: (keys_of_queries_kernel, grid, numbers, {}))
+    return starts, ends
 
 
 def queries_of_keys(tensors: Tensors, kv_len: int) -> Tensors:
@@ -80,8 +80,12 @@ def queries_of_keys(tensors: Tensors, kv_len: int) -> Tensors:
     starts, ends = tensors.document_starts, tensors.document_ends
     assert starts is not None
     assert ends is not None
-    index = torch.arange(kv_len, dtype=torch.int32, device=starts.device).repeat(starts.shape[0], 1)
-    begun, over = (torch.searchsorted(x, index, right=True, out_int32=True) for x in (starts, ends))
+    batch, q_len = starts.shape
+    over, begun = (starts.new_empty(batch, kv_len) for _ in range(2))
+    if over.numel():
+        grid, numbers = (-(-kv_len // TOKENS), batch, 1), (q_len, kv_len, TOKENS)
+        pointers = (starts, ends, over, begun)
+        launch(pointers, ("queries", grid, numbers), lambda: (queries_of_keys_kernel, grid, numbers, {}))
     return tensors._replace(document_starts=over, document_ends=begun)
 
 
@@ -95,18 +99,19 @@ def by_query(tensors: Tensors, options: Options, q_len: int, kv_len: int) -> tup
     starts, ends, lengths = tensors.document_starts, tensors.document_ends, tensors.kv_lengths
     if starts is None or ends is None or not (options.ragged or lengths is not None):
         return tensors, options
-    if not options.ragged:  # so there are as many queries as keys
-        position = torch.arange(q_len, dtype=torch.int32, device=starts.device)
-        if options.left >= 0:
-            starts = torch.maximum(starts, position - options.left)
-        right = 0 if options.causal else options.right
-        if right >= 0:
-            ends = torch.minimum(ends, position + 1 + right)
-    most = torch.full_like(starts[:, :1], kv_len)
     if lengths is not None:
-        most = torch.minimum(most, lengths[:, None])
-    starts, ends = (torch.minimum(x, most).cummax(1).values for x in (starts, ends))
-    tensors = tensors._replace(document_starts=starts, document_ends=torch.maximum(ends, starts))
+        left, right = options.left, 0 if options.causal else options.right
+        if options.ragged:  # the bounds contain them
+            left = right = -1
+        left, right = (ANY if each < 0 else min(each, ANY) for each in (left, right))
+        first, last = torch.empty_like(starts), torch.empty_like(ends)
+        grid, numbers = (-(-q_len // TOKENS), starts.shape[0], 1), (q_len, kv_len, left, right, TOKENS)
+        launch(
+            (starts, ends, lengths, first, last),
+            ("by query", grid, numbers),
+            lambda: (by_query_kernel, grid, numbers, {}),
+        )
+        tensors = tensors._replace(document_starts=first, document_ends=last)
     return tensors, options._replace(causal=False, left=-1, right=-1, ragged=True)
 
 
@@ -209,6 +214,65 @@ def document_of(Bounds, bounds, tokens):
         high = tl.where(inside & (begun == 0), middle, high)
         span = (span + 1) // 2
     return low
+
+
+@triton.jit(do_not_specialize=["bounds", "q_len", "kv_len", "left", "right"])
+def keys_of_queries_kernel(
+    OfQueries, OfKeys, Used, Starts, Ends, bounds, q_len, kv_len, left, right,
+    COVERING: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write Starts and Ends of `keys_of_queries`; OfKeys ascends. Grid (ceil(q_len / TOKENS), batch)."""
+    row, rows = tl.program_id(1), tl.num_programs(1)
+    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    document = document_of(OfQueries, bounds, row * q_len + index)
+    begun, over = document >= 0, document + 1 >= bounds
+    before, after = 0, rows * kv_len
+    if not COVERING:
+        before, after = tl.load(OfKeys).to(tl.int32), tl.load(OfKeys + bounds - 1).to(tl.int32)
+    start = tl.load(OfKeys + document, mask=begun, other=before).to(tl.int32)
+    end = tl.load(OfKeys + document + 1, mask=over == 0, other=after).to(tl.int32)
+    if Used is not None:
+        number = tl.load(Used + document, mask=begun & (over == 0), other=0).to(tl.int32)
+        end = tl.where(begun & (over == 0), tl.minimum(start + tl.maximum(number, 0), end), end)
+    # What is in the row.
+    start = tl.minimum(tl.maximum(start - row * kv_len, 0), kv_len)
+    end = tl.minimum(tl.maximum(end - row * kv_len, 0), kv_len)
+    queries = tl.load(OfQueries + document + 1, mask=over == 0, other=rows * q_len).to(tl.int32)
+    last_query = tl.minimum(queries - row * q_len, q_len) - 1
+    position = end - 1 - last_query + index  # of the query, among the keys
+    # Empty ranges lie within the document, too: both bounds must ascend.
+    first = tl.minimum(tl.maximum(start, position - left), end)
+    last = tl.maximum(tl.minimum(end, position + 1 + right), first)
+    tl.store(Starts + row * q_len + index, first, mask=index < q_len)
+    tl.store(Ends + row * q_len + index, last, mask=index < q_len)
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len"])
+def queries_of_keys_kernel(Starts, Ends, Over, Begun, q_len, kv_len, TOKENS: tl.constexpr):
+    """Write the bounds of `queries_of_keys`. Grid (ceil(kv_len / TOKENS), batch)."""
+    row = tl.program_id(1)
+    key = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    over = document_of(Ends + row * q_len, q_len, key) + 1  # queries whose keys end up to here
+    begun = document_of(Starts + row * q_len, q_len, key) + 1
+    tl.store(Over + row * kv_len + key, over, mask=key < kv_len)
+    tl.store(Begun + row * kv_len + key, begun, mask=key < kv_len)
+
+
+@triton.jit(do_not_specialize=["q_len", "kv_len", "left", "right"])
+def by_query_kernel(
+    Starts, Ends, Lengths, First, Last, q_len, kv_len, left, right, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Write the bounds of `by_query` to First and Last. Grid (ceil(q_len / TOKENS), batch)."""
+    row = tl.program_id(1)
+    query = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside, place = query < q_len, row * q_len + query
+    start = tl.load(Starts + place, mask=inside, other=0)
+    end = tl.load(Ends + place, mask=inside, other=0)
+    most = tl.minimum(tl.load(Lengths + row), kv_len)
+    start, end = tl.maximum(start, query - left), tl.minimum(end, query + 1 + right)
+    start, end = tl.minimum(start, most), tl.minimum(end, most)
+    tl.store(First + place, start, mask=inside)
+    tl.store(Last + place, tl.maximum(end, start), mask=inside)
 
 
 @triton.jit(do_not_specialize=["q_blocks", "k_blocks", "offset", "left", "right"])

@@ -6,9 +6,7 @@ documents of a row, and every kernel serves. Otherwise they are `cu_seqlens` and
 queries that belong to no sequence see nothing.
 """
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .call import Options, Tensors
 from .masks import document_bounds, keys_of_queries
@@ -61,12 +59,8 @@ def _bounds(
     of_queries, of_keys, used = offsets
     if _are_documents(offsets):
         return document_bounds(of_queries.int(), 1, queries), options
-    # The queries before and after the sequences form two more, without a key.
-    of_queries = F.pad(F.pad(of_queries, (1, 0)), (0, 1), value=queries)
-    of_keys = torch.cat([of_keys[:1], of_keys, of_keys[-1:]])
-    used = used if used is None else F.pad(used, (1, 1))
     masks = options.causal, options.left, options.right
-    bounds = keys_of_queries(of_queries, of_keys, used, 1, queries, keys, *masks)
+    bounds = keys_of_queries(of_queries, of_keys, used, 1, queries, keys, *masks, covering=False)
     return bounds, options._replace(causal=False, left=-1, right=-1, ragged=True)
 
 

@@ -67,7 +67,9 @@ def features(q_len: int, kv_len: int, batch: int, causal: bool, given: dict[str,
     starts = ends = keys = queries = None
     if "cu_seqlens_k" in given:
         offsets = (given["cu_seqlens"], given["cu_seqlens_k"], None)
-        starts, ends = keys_of_queries(*offsets, batch, q_len, kv_len, causal, *given.get("window", (-1, -1)))
+        starts, ends = keys_of_queries(
+            *offsets, batch, q_len, kv_len, causal, *given.get("window", (-1, -1)), True
+        )
     elif "cu_seqlens" in given:
         starts, ends = document_bounds(given["cu_seqlens"], batch, q_len)
     if "block_mask" in given:

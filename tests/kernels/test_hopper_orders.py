@@ -126,7 +126,7 @@ def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> N
     for number, (q_len, kv_len) in enumerate(lengths_of):
         batch, causal, left = 1 + number % 3, number % 2 == 0, (-1, 40)[number // 2 % 2]
         offsets = (drawn_offsets(batch * each, ascend, draw) for each in (q_len, kv_len))
-        starts, ends = keys_of_queries(*offsets, None, batch, q_len, kv_len, causal, left, -1)
+        starts, ends = keys_of_queries(*offsets, None, batch, q_len, kv_len, causal, left, -1, True)
         lengths = None
         if number % 3:
             lengths = torch.randint(kv_len + 1, (batch,), generator=draw, dtype=torch.int32)

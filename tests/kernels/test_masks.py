@@ -77,6 +77,73 @@ def test_document_bounds_of_no_tokens_are_empty() -> None:
     assert [x.shape for x in masks.document_bounds(ints([0, 0]), 2, 0)] == [(2, 0), (2, 0)]
 
 
+def seen_in_torch(of_queries, of_keys, used, batch, q_len, kv_len, causal, left, right, covering):
+    """Bool (batch, q_len, kv_len): whether the query sees the key, for offsets that ascend."""
+    tokens = torch.arange(batch * q_len), torch.arange(batch * kv_len)
+    document, of_key = (
+        (offsets.cpu() <= each[:, None]).sum(1) - 1
+        for offsets, each in zip((of_queries, of_keys), tokens, strict=True)
+    )
+    last = len(of_queries) - 1
+    # Each document's part of a row is aligned bottom-right by itself.
+    ends = [
+        torch.tensor([*offsets.tolist()[1:], total])
+        for offsets, total in ((of_queries, batch * q_len), (of_keys, batch * kv_len))
+    ]
+    first_key = of_keys.cpu()
+    query_end, key_end = ends[0][document], ends[1][document]
+    query_end = torch.where(document < 0, of_queries.cpu()[0], query_end)
+    key_end = torch.where(document < 0, first_key[0], key_end)
+    if used is not None:
+        inside = (document >= 0) & (document < last)
+        known = document.clamp(0, last - 1)
+        key_end = torch.where(inside, (first_key[known] + used.cpu()[known]).minimum(key_end), key_end)
+    row = tokens[0] // q_len
+    query_end, key_end = query_end.minimum((row + 1) * q_len), key_end.minimum((row + 1) * kv_len)
+    position = key_end - 1 - (query_end - 1 - tokens[0])
+    key = tokens[1][None, :]
+    seen = (document[:, None] == of_key) & (key < key_end[:, None]) & (key // kv_len == row[:, None])
+    if not covering:
+        seen &= ((document >= 0) & (document < last))[:, None]
+    if left >= 0:
+        seen &= key >= (position - left)[:, None]
+    if causal or right >= 0:
+        seen &= key <= (position + (0 if causal else right))[:, None]
+    return torch.stack([each[:, row * kv_len :][:, :kv_len] for row, each in enumerate(seen.split(q_len))])
+
+
+def seen_between(starts: torch.Tensor, ends: torch.Tensor, length: int) -> torch.Tensor:
+    index = torch.arange(length, device=starts.device)
+    return ((starts[..., None] <= index) & (index < ends[..., None])).cpu()
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("covering", [True, False], ids=["covering", ""])
+@pytest.mark.parametrize("used", [True, False], ids=["used", ""])
+@pytest.mark.parametrize(
+    ("causal", "left", "right"), [(True, -1, -1), (True, 30, -1), (False, -1, -1), (False, 20, 9)]
+)
+def test_keys_of_queries_and_the_queries_of_keys(
+    causal: bool, left: int, right: int, used: bool, covering: bool
+) -> None:
+    of_queries, of_keys = ints([3, 3, 60, 61, 290, 300, 590]), ints([10, 40, 41, 41, 399, 420, 800])
+    number = ints([7, 1, 0, 200, 30, 380]) if used else None
+    for batch, q_len, kv_len in ((1, 600, 810), (2, 300, 405)):
+        given = of_queries, of_keys, number, batch, q_len, kv_len, causal, left, right, covering
+        want = seen_in_torch(*given)
+        starts, ends = masks.keys_of_queries(*given)
+        assert torch.equal(seen_between(starts, ends, kv_len), want)
+        tensors = masks.Tensors(document_starts=starts, document_ends=ends)
+        transposed = masks.queries_of_keys(tensors, kv_len)
+        got = seen_between(transposed.document_starts, transposed.document_ends, q_len)
+        assert torch.equal(got.transpose(1, 2), want)
+        lengths = ints([250, 0][:batch])
+        options = masks.Options(False, 1.0, ragged=True)
+        padded, _ = masks.by_query(tensors._replace(kv_lengths=lengths), options, q_len, kv_len)
+        got = seen_between(padded.document_starts, padded.document_ends, kv_len)
+        assert torch.equal(got, want & (torch.arange(kv_len) < lengths.cpu()[:, None])[:, None])
+
+
 def lists_in_torch(mask, q_len, kv_len, causal, left, right):
     """The blocks that each block of queries visits, and those that each block of keys visits, as Python lists."""
     rows, keys = (
@@ -132,7 +199,7 @@ def test_block_lists_are_right_for_more_blocks_than_one_kernel_step() -> None:
 def test_the_mask_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(masks.document_bounds, (ints([0, 5, 40]), 2, 20))
     offsets = ints([0, 5, 40]), ints([0, 30, 60])
-    torch.library.opcheck(masks.keys_of_queries, (*offsets, None, 2, 20, 30, True, 5, -1))
+    torch.library.opcheck(masks.keys_of_queries, (*offsets, None, 2, 20, 30, True, 5, -1, True))
     mask = torch.ones(1, 2, 2, 3, dtype=torch.bool, device=DEVICE)
     torch.library.opcheck(masks.block_lists, (mask, 200, 300, True, 20, -1))
 
