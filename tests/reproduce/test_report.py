@@ -117,6 +117,29 @@ def test_a_softmax_is_said_to_stay_in_a_processors_cache_where_its_rows_fit(rows
     assert ("its cache" in found.why) == bool(kept)
 
 
+@pytest.mark.parametrize(
+    ("rows", "length", "ratio", "status"),
+    [
+        (4000, 1000, 1.0, "reproduced"),
+        (4000, 1000, 1.2, "not reproduced"),
+        (4000, 25000, 1.19, "not reproduced"),
+        (4000, 25000, 1.38, "reproduced"),
+        (4000, 25000, 1.42, "not reproduced"),
+        (10, 25000, 1.05, "not reproduced"),
+        (10, 25000, 1.12, "reproduced"),
+        (10, 25000, 1.45, "not reproduced"),
+        (4000, 2000, 1.0, ""),  # between the lengths that the paper tells of
+    ],
+)
+def test_online_softmax_may_gain_no_more_than_the_papers_and_no_less(rows, length, ratio, status):
+    ms = {"safe": {"all": [ratio]}, "online": {"all": [1.0]}}
+    sample = {"kind": "softmax", "rows": rows, "length": length, "k": 5, "ms": ms}
+    found = history_figures.judge({"device": GPU, "samples": in_three(sample)})
+    assert [verdict.status for verdict in found] == [status] * bool(status)
+    for verdict in found:
+        assert ("4 accesses over 3" in verdict.why) == (ratio > 4 / 3)
+
+
 def papers_own_history() -> list[dict]:
     samples = [
         {
