@@ -97,6 +97,17 @@ def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(l
     assert found.why.endswith(
         "compiled standard attention d64 4.0x, d64 causal 8.0x, d128 2.0x, d128 causal 6.0x"
     )
+    assert (
+        f"timed here (standard+cut was not at {2 * len(lengths)} of {2 * len(lengths)} with a mask)"
+        in found.why
+    )
+    for sample in samples:
+        if sample["causal"]:
+            sample["ms"]["standard+cut"] = sample["ms"]["standard"]
+    (found,) = (
+        v for v in attention_figures.judge({"device": GPU, "samples": in_three(*samples)}) if v.claim == "C17"
+    )
+    assert "standard+cut" not in found.why
     for sample in samples:
         if sample["head_dim"] == 64 and sample["causal"]:  # then causal at 128 gains more than at 64
             sample["ms"]["flash"] = {phase: [2.0] * 3 for phase in ("forward", "backward")}
