@@ -55,7 +55,7 @@ class Settings(Timing):
     # The most useful first.
     lengths: tuple[int, ...] = (1024, 2048, 4096, 512, 8192, 256, 128, 16384, 32768, 65536)
     # Compiled again for every shape, which takes longer than timing all the others: timed only at GPT-2's shapes and
-    # where a claim is judged, fa1's and head_dim 64 and 128 of fa2's from 1024 to 4096 tokens.
+    # where a claim is judged, fa1's and fa2's from 1024 to 4096 tokens.
     compiled: tuple[str, ...] = ("flex", peers.COMPILED, peers.FLEX_MASK)
     # Those of kernels.history are up to 157 times as slow as flash on an H200; chunked takes 31 s a call at 65536
     # tokens. So they are timed only at fa1's shape and up to 4096 tokens, unless `backends` names them.
@@ -352,7 +352,7 @@ def backend_names(chosen: tuple[str, ...], more: Iterable[str] = (STANDARD,)) ->
 
 def _names(settings: Settings, workload: Workload) -> list[str]:
     left_out: set[str] = set()
-    judged = 1024 <= workload.length <= 4096 and workload.head_dim <= 128
+    judged = 1024 <= workload.length <= 4096
     if workload.figure not in ("gpt2", "stored") and not judged:
         left_out |= set(settings.compiled)
     if workload.figure != "fa1" or workload.length > 4096:

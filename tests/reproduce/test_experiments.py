@@ -42,6 +42,7 @@ from reproduce.common import as_lines, rounded
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
 from reproduce.experiment import EXPERIMENTS, Options, ReproduceError, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
+from reproduce.plan import ASSUMED
 from reproduce.results import Store
 from reproduce.tables import table
 from tests.conftest import INTERPRETED
@@ -271,6 +272,18 @@ def test_attention_is_timed_at_every_length_and_papers_lengths_stay_theirs():
     assert len(points) == len(found) == len(attention.Settings.lengths) * 3 * 2
     assert {each.length for each in found if each.figure == "fa2"} == {512, 1024, 2048, 4096, 8192, 16384}
     assert {each.batch * each.length for each in found} == {16384, 32768, 65536}
+
+
+def test_compiled_standard_attention_is_timed_wherever_a_claim_is_judged():
+    points = set()
+
+    def sample(measure: object, **where: object) -> dict:
+        if (where["kind"], where.get("backend")) == ("memory", peers.COMPILED):
+            points.add((where["length"], where["head_dim"]))
+        return {**where, **ASSUMED}
+
+    attention.run(Options(torch.device("cuda"), False, attention.Settings(figures=("fa2",)), sample))
+    assert points == {(length, d) for length in attention_figures.MIDDLE for d in (64, 128, 256)}
 
 
 def test_a_figure_of_attention_joins_those_that_are_there(tmp_path):
