@@ -352,7 +352,8 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
         pairs = [right[name][seed] - right[BASELINE][seed] for seed in seeds]
         apart = abs(statistics.mean(pairs))
         t = T_975[max(freedom for freedom in T_975 if freedom < len(seeds))]
-        noise = t * statistics.stdev(pairs) / math.sqrt(len(seeds))
+        spread = statistics.stdev(pairs)
+        noise = t * spread / math.sqrt(len(seeds))
         ours, standard = (statistics.mean(right[each].values()) for each in (name, BASELINE))
         guesses = {each["seed"]: each["most_frequent"] / each["of"] for each in samples}
         guessed = statistics.mean(guesses.values())
@@ -371,7 +372,9 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
             passed, nothing = None, "nothing to compare: no more than the most frequent answer was learned"
             why = f"{nothing}; {why}"
         elif not passed and apart - noise <= EQUAL:
-            why = f"too few seeds to tell; {why}"
+            enough = math.ceil((1.96 * spread / EQUAL) ** 2)
+            few = f"too few seeds to tell: pairs spread by {100 * spread:.1f} points, so it takes about {enough}"
+            why = f"{few}, three runs each; {why}"
         found.add("C16", what, theirs, _percent(standard, ours), passed, why)
 
 

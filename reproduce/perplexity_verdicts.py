@@ -41,6 +41,16 @@ def _whole(results: Results, part: str) -> dict[str, Sample]:
     return {name: run for name, run in runs(results, part).items() if "partial" not in run}
 
 
+def _why_left(results: Results, part: str) -> str:
+    """Why a part is not whole."""
+    cut = [
+        f"its time was over at step {run['partial']} of {run['steps']} of {name}"
+        for name, run in runs(results, part).items()
+        if "partial" in run
+    ]
+    return f"part `{part}` was not run to its end: {cut[0] if cut else 'the parts before it took its time'}"
+
+
 def _judge_runs(results: Results, found: Verdicts) -> None:
     compared = _whole(results, "gpt2")
     seeds = next(iter(seed_gaps(compared)), None)
@@ -114,7 +124,7 @@ def _judge_recipe(results: Results, found: Verdicts) -> None:
     compared = _whole(results, "recipe")
     what = "validation curve of flash against naive in the paper's recipe (dropout 0.1, float16, one dropout mask)"
     if len(compared) < 2:
-        found.append(Verdict("C12", what, COINCIDE, why="part `recipe` was not run to its end"))
+        found.append(Verdict("C12", what, COINCIDE, why=_why_left(results, "recipe")))
         return
     end, later = gap(compared["recipe_flash"], compared["recipe_naive"])
     ours = f"{end:.4f} nats apart at the end, {later:.4f} over the second half"
@@ -156,7 +166,9 @@ def judge_extended(results: Results, measured: list[Results]) -> list[Verdict]:
     extended = sorted(_whole(results, "extend").values(), key=lambda run: run["context"])
     what = "GPT-2 small from one checkpoint, its context extended, on equal further tokens"
     if len(extended) < 2:
-        return [Verdict("C14", what, BY_CONTEXT, why="part `extend` was not run to its end")]
+        elsewhere = [each["device"] for each in measured if len(_whole(each, "extend")) > 1]
+        why = _why_left(results, "extend") + "".join(f"; it was on {device}" for device in elsewhere)
+        return [Verdict("C14", what, BY_CONTEXT, why=why)]
     gaps = [end for each in measured for end, _ in seed_gaps(_whole(each, "gpt2"))]
     gaps += [end for pair in combinations(measured, 2) for end in device_gaps(*pair).values()]
     known = max(gaps, default=math.inf)

@@ -929,6 +929,8 @@ def test_equal_accuracy_needs_something_learned_and_no_more_than_noise_between(s
     assert sparse.why.startswith("flash+butterfly lacks seed 0")
     if status == "not comparable":
         assert exact.why.endswith("with 0 and 0 seeds")
+    few = "too few seeds to tell: pairs spread by 4.7 points, so it takes about 22, " in exact.why
+    assert few == (standard[0] == 900)
 
 
 def test_who_lacks_which_seed_is_said():

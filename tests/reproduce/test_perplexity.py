@@ -300,11 +300,16 @@ def test_every_step_to_a_longer_context_must_gain_more_than_a_run_is_known_to(lo
     (alone,) = judge_extended({**one, "samples": steps}, [{**one, "samples": steps}])
     assert (alone.status, "which is not known" in alone.why) == (NOT_REPRODUCED, True)
     (missing,) = judge_extended(other, [one, other])
+    assert missing.why.endswith("the parts before it took its time; it was on " + one["device"])
     assert missing.status == NOT_MEASURED
 
 
 def test_the_papers_recipe_is_not_held_to_another_runs_bound():
     recipe = [curve(f"recipe_{name}", 5, 4, 3, 2, part="recipe") for name in ("naive", "flash")]
+    cut = {"device": "GPU", "settings": {}, "samples": [recipe[0] | {"partial": 3}, recipe[1]]}
+    (found,) = (each for each in perplexity.judge(cut) if "recipe" in each.what)
+    assert (found.status, found.ours) == (NOT_MEASURED, "")
+    assert found.why.endswith("its time was over at step 3 of 4 of recipe_naive")
     results = {"device": "GPU", "settings": {}, "samples": [NAIVE, HALF, FLASH_SEED, *recipe]}
     (found,) = (each for each in perplexity.judge(results) if "recipe" in each.what)
     assert (found.status, found.ours[:6]) == (NOT_COMPARABLE, "0.0000")

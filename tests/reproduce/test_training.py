@@ -413,9 +413,19 @@ def test_contexts_and_gpt3_are_judged_by_their_ratios():
 def test_standard_attention_that_has_a_peak_is_not_said_to_be_out_of_memory():
     sample = speed("gpt3", {"sdpa": 14e3, "flash": 15e3}, model="gpt3_1.3b", context=2048)
     peak = {**sample, "kind": "memory", "contender": "standard", "peak_bytes": 45 * 2**30}
-    for samples, why in (([sample], "out of memory"), ([sample, peak], "takes 45 GiB, and was not timed")):
-        (verdict,) = (v for v in training.judge({"device": "GPU", "samples": samples}) if v.claim == "C23")
+    out = {**peak, "out_of_memory": True}
+    both = (out, {**out, "contender": "naive"})
+    for others, why in (
+        ((), "standard attention was not tried here"),
+        ((peak,), "takes 45 GiB, and was not timed"),
+        ((out,), "standard ran out of memory: every layer's matrices are kept; naive was not tried, as it"),
+        (both, "standard and naive ran out of memory: every layer's matrices are kept"),
+    ):
+        (verdict,) = (
+            v for v in training.judge({"device": "GPU", "samples": [sample, *others]}) if v.claim == "C23"
+        )
         assert why in verdict.why
+        assert ("not tried" in verdict.why) == (len(others) < 2 and peak not in others)
 
 
 def test_one_process_says_so_and_is_faster_than_nothing():
