@@ -42,12 +42,14 @@ class Settings:
     dtype: str = "bfloat16"
     # Of the check against float64.
     check_length: int = 2048
+    # As `experiment.Timing` has them.
+    processes: int = 3
+    rounds: int = 20
     warmup: int = 3
-    rounds: int = 15  # as in results/, which other ranks and lengths join only if it stays
 
 
 TINY = Settings(
-    lengths=(64,), heads=2, head_dim=16, dtype="float16", check_length=32, warmup=0, rounds=1
+    lengths=(64,), heads=2, head_dim=16, dtype="float16", check_length=32, processes=1, rounds=1, warmup=0
 )  # fmt: skip
 
 
@@ -89,17 +91,17 @@ def run(options: Options) -> None:
         )
     for ranks in settings.ranks:
         for length in settings.lengths:
-            how = partial(measure, ranks, length, settings, device.type)
-            options.sample(how, kind="time", ranks=ranks, length=length)
+            how = partial(measure, ranks, length, settings, device.type, options.process)
+            options.timed(how, kind="time", ranks=ranks, length=length)
 
 
-def measure(ranks: int, length: int, settings: Settings, device_type: str) -> Sample:
+def measure(ranks: int, length: int, settings: Settings, device_type: str, process: int) -> Sample:
     """{"ms": {contender: {pass: [...]}}, "sent_bytes": {contender: {pass: of one rank}}, "errors": {contender:
-    {result: over its limit}}, "left_out": {contender: why}}."""
+    {result: over its limit}}, "left_out": {contender: why}, "clocks": of the first GPU}."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/sample.pt"
         try:
-            mp.spawn(on_rank, (ranks, length, settings, device_type, path), nprocs=ranks)
+            mp.spawn(on_rank, (ranks, length, settings, device_type, process, path), nprocs=ranks)
         except mp.ProcessRaisedException as error:  # its last line says why
             raise RuntimeError(str(error).strip().splitlines()[-1]) from error
         return torch.load(path)

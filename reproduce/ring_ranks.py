@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,6 +22,7 @@ from kernels import get_attention
 from kernels.ring import RingGroup, ring_attention, shard_positions
 from kernels.ring.group import Arriving
 
+from . import timing
 from .attention import compare
 from .experiment import Sample
 
@@ -48,8 +51,8 @@ class Shape(NamedTuple):
 class Inputs:
     """Seeded q, k, v and a gradient of the output, (batch, heads, length, head_dim): whole, and this rank's part."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
         self.whole = [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
         self.positions = shard_positions(shape.length, dist.get_rank(), dist.get_world_size()).to(device)
         self.part = [self.mine(x) for x in self.whole]
@@ -179,7 +182,7 @@ def _slowest(values: list[float], device: torch.device) -> list[float]:
 def _time(contender: Contender, inputs: Inputs, device: torch.device) -> list[float]:
     """Milliseconds of the forward and the backward."""
     stamps = [_now(device) for _ in _passes(contender, inputs)]
-    return _slowest([1e3 * (b - a) for a, b in pairwise(stamps)], device)
+    return _slowest([1e3 * (b - a) for a, b in itertools.pairwise(stamps)], device)
 
 
 def _time_messages(messages: dict[str, list[Tensor]], device: torch.device) -> list[float]:
@@ -209,7 +212,9 @@ def _messages(inputs: Inputs, sent: list[Any], contender: Contender) -> dict[str
     return {FORWARD: sent[:forward], BACKWARD: sent[forward:]}
 
 
-def on_rank(rank: int, ranks: int, length: int, settings: Settings, device_type: str, path: str) -> None:
+def on_rank(
+    rank: int, ranks: int, length: int, settings: Settings, device_type: str, process: int, path: str
+) -> None:
     """What `ring.measure` starts: rank 0 writes the sample to `path`."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     if device_type == "cuda":
@@ -219,42 +224,61 @@ def on_rank(rank: int, ranks: int, length: int, settings: Settings, device_type:
         backend, init_method=f"file://{path}.store", rank=rank, world_size=ranks, timeout=timedelta(minutes=2)
     )
     shape = Shape(settings.batch, settings.heads, length, settings.head_dim)
-    inputs = Inputs(shape, getattr(torch, settings.dtype), device)
-    on_gpu = device_type == "cuda"
+    dtype, on_gpu = getattr(torch, settings.dtype), device_type == "cuda"
+    # As many as leave a rank's part of each outside the L2 cache when its turn comes.
+    count = timing.input_sets(4 * math.prod(shape) // ranks * dtype.itemsize, device)
+    sets = [Inputs(shape, dtype, device, seed) for seed in range(count)]
     with under_context_parallel(ranks, device) if on_gpu else nullcontext():
-        sample = _sample(inputs, contenders(on_gpu), settings, device)
+        sample = _sample(sets, contenders(on_gpu), settings, device, process)
     if rank == 0:
         torch.save(sample, path)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _sample(inputs: Inputs, racing: dict[str, Contender], settings: Settings, device: torch.device) -> Sample:
+def _sample(
+    sets: list[Inputs], racing: dict[str, Contender], settings: Settings, device: torch.device, process: int
+) -> Sample:
     """See `ring.measure`."""
-    with kept_messages() as kept:
-        messages = _messages(inputs, kept, racing[RING])
-    sent = {RING: {phase: sum(x.nbytes for x in each) for phase, each in messages.items()}}
+    messages = []
+    for inputs in sets:
+        with kept_messages() as kept:
+            messages.append(_messages(inputs, kept, racing[RING]))
+    sent = {RING: {phase: sum(x.nbytes for x in each) for phase, each in messages[0].items()}}
     errors, left_out = {}, {}
     for name in [each for each in racing if each != COMPUTE]:  # in one order on all ranks
         try:
             errors[name] = _errors(racing[name], settings, device)
             if name == TORCH:
                 with counted_collectives() as counted:
-                    found = _messages(inputs, counted, racing[TORCH])
+                    found = _messages(sets[0], counted, racing[TORCH])
                 sent[TORCH] = {phase: sum(each) for phase, each in found.items()}
         except RuntimeError as error:  # PyTorch's is a prototype
             left_out[name] = str(error).splitlines()[0]
         else:
             worst = max(errors[name].values())
             left_out |= {name: f"{worst:.2g} of the error that is allowed"} if worst > 1 else {}
-    racing = {name: each for name, each in racing.items() if name not in left_out}
-    times: dict[str, dict[str, list[float]]] = {
-        name: {FORWARD: [], BACKWARD: []} for name in (*racing, EXCHANGE)
+    calls: dict[str, Callable[[int], list[float]]] = {
+        name: lambda turn, each=each: _time(each, sets[turn % len(sets)], device)
+        for name, each in racing.items()
+        if name not in left_out
     }
-    for number in range(-settings.warmup, settings.rounds):  # they take turns
-        taken = {name: _time(each, inputs, device) for name, each in racing.items()}
-        taken[EXCHANGE] = _time_messages(messages, device)
-        for name, each in taken.items() if number >= 0 else ():
-            for phase, milliseconds in zip(times[name].values(), each, strict=True):
-                phase.append(milliseconds)
-    return {"ms": times, "sent_bytes": sent, "errors": errors, "left_out": left_out}
+    calls[EXCHANGE] = lambda turn: _time_messages(messages[turn % len(sets)], device)
+    with timing.recorded(device) if dist.get_rank() == 0 else nullcontext({}) as clocks:  # of its GPU
+        times = race(calls, settings, process)
+    return {"ms": times, "sent_bytes": sent, "errors": errors, "left_out": left_out, "clocks": clocks}
+
+
+def race(
+    calls: dict[str, Callable[[int], list[float]]], settings: Settings, process: int
+) -> dict[str, dict[str, list[float]]]:
+    """Time the calls in turns, in an order drawn anew each round, the same on all ranks; see `timing.race`."""
+    times = {name: {FORWARD: [], BACKWARD: []} for name in calls}
+    turns, order = itertools.count(), random.Random(process)
+    for number in range(-settings.warmup, settings.rounds):
+        for name in order.sample(list(calls), len(calls)):
+            taken = calls[name](next(turns))
+            for phase, milliseconds in zip(times[name].values(), taken, strict=True):
+                if number >= 0:
+                    phase.append(milliseconds)
+    return times

@@ -248,7 +248,7 @@ def timed(results: Results, **where: Any) -> list[Sample]:
     return sorted(merged.values(), key=lambda sample: sample.get("length", 0))
 
 
-MEASURED = ("ms", "late", "clocks", "logit_errors", "process", "beside")
+MEASURED = ("ms", "late", "clocks", "errors", "logit_errors", "process", "beside")
 
 
 def took(sample: Sample, name: str, phase: str = "both") -> Times | None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,17 @@ import torch
 from benchmarks.ring import aims
 from reproduce import command_line, ring
 from reproduce.__main__ import main
-from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_MEASURED, Options, ReproduceError, pick
+from reproduce.experiment import (
+    EXPERIMENTS,
+    NOT_COMPARABLE,
+    NOT_MEASURED,
+    Options,
+    ReproduceError,
+    Timing,
+    pick,
+)
 from reproduce.ring import Settings, Shape, message_bytes, predict
-from reproduce.ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, GATHERED, ONE, RING, TORCH
+from reproduce.ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, GATHERED, ONE, RING, TORCH, race
 
 
 @pytest.mark.slow
@@ -21,6 +30,7 @@ def test_the_tiny_form_times_and_counts_on_two_ranks(tmp_path: Path):
     results = json.loads((tmp_path / "cpu" / "ring.json").read_text())
     (sample,) = pick(results, kind="time")
     assert not sample["left_out"]
+    assert sample["process"] == 0
     assert set(sample["ms"]) == {RING, GATHERED, COMPUTE, EXCHANGE, ONE}
     assert all(max(sample["errors"][each].values()) <= 1 for each in (RING, GATHERED))
     # To the other rank: keys and values; in the backward again, and their gradients in float32.
@@ -28,6 +38,25 @@ def test_the_tiny_form_times_and_counts_on_two_ranks(tmp_path: Path):
     assert sample["sent_bytes"][RING] == {FORWARD: once, BACKWARD: 3 * once}
     assert "64 over 2" in ring.table(results)
     assert (tmp_path / "cpu" / "ring.svg").is_file()
+
+
+def test_a_ring_is_timed_in_another_order_each_round_and_on_other_inputs_each_turn():
+    def orders(process: int) -> list[str]:
+        turns: list[str] = []
+
+        def call(name: str, turn: int) -> list[float]:
+            assert turn == len(turns)
+            turns.append(name)
+            return [1.0, 2.0]
+
+        times = race({name: partial(call, name) for name in "abcd"}, Settings(warmup=1), process)
+        assert times["d"] == {FORWARD: [1.0] * Timing.rounds, BACKWARD: [2.0] * Timing.rounds}
+        return ["".join(turns[at : at + 4]) for at in range(0, len(turns), 4)]
+
+    assert {"".join(sorted(each)) for each in orders(0)} == {"abcd"}
+    assert len(set(orders(0))) > 10
+    assert orders(0) == orders(0) != orders(1)
+    assert Settings().processes == Timing.processes
 
 
 def test_more_ranks_than_gpus_are_refused_in_one_line(monkeypatch):
