@@ -151,7 +151,7 @@ def _judge_speed(results: Results, found: Verdicts) -> None:
             "lengths where ours is slower than standard attention",
             _without_cut([s for s, _ in speedups]),
         )
-        why = f"over {len(speedups)} workloads, {FASTEST}{lacks}"
+        why = f"over {len(speedups)} workloads; against {FASTEST}{lacks}"
         found.add("C7", what, "none", ", ".join(slower) or "none", not slower, why)
 
 

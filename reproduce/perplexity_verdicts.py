@@ -44,11 +44,12 @@ def _whole(results: Results, part: str) -> dict[str, Sample]:
 def _why_left(results: Results, part: str) -> str:
     """Why a part is not whole."""
     cut = [
-        f"its time was over at step {run['partial']} of {run['steps']} of {name}"
-        for name, run in runs(results, part).items()
+        f"its time was over at step {run['partial']} of {run['steps']} of {run['name']}"
+        for run in pick(results, kind="run", part=part)
         if "partial" in run
     ]
-    return f"part `{part}` was not run to its end: {cut[0] if cut else 'the parts before it took its time'}"
+    why = cut[0] if cut else "the GPU's time went to other parts"
+    return f"part `{part}` was not run to its end: {why}"
 
 
 def _judge_runs(results: Results, found: Verdicts) -> None:

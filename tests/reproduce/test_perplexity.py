@@ -300,7 +300,7 @@ def test_every_step_to_a_longer_context_must_gain_more_than_a_run_is_known_to(lo
     (alone,) = judge_extended({**one, "samples": steps}, [{**one, "samples": steps}])
     assert (alone.status, "which is not known" in alone.why) == (NOT_REPRODUCED, True)
     (missing,) = judge_extended(other, [one, other])
-    assert missing.why.endswith("the parts before it took its time; it was on " + one["device"])
+    assert missing.why.endswith("the GPU's time went to other parts; it was on " + one["device"])
     assert missing.status == NOT_MEASURED
 
 
