@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from reproduce.timing import recorded
 from training.command_line import composed
 from training.distributed import World, world
 from training.metrics import memory, performance
@@ -32,9 +34,13 @@ def measure(settings: list[str], steps: int, folder: Path, ranks: World) -> dict
     run = Trainer(config, folder, ranks)
     losses, meter = [], run.throughput
     batches = run.load(run.batches, 0, config.trainer.steps)
-    for step, (inputs, targets) in enumerate(meter.waiting(batches)):
-        losses.append(run.train_step(step, inputs, targets)[0])
-        meter.step()
+    clocks: dict[str, list[float]] = {}
+    with ExitStack() as recording:
+        for step, (inputs, targets) in enumerate(meter.waiting(batches)):
+            if step == WARM_UP - 1 and ranks.is_main:  # of its own GPU, once all is compiled
+                clocks = recording.enter_context(recorded(ranks.device))
+            losses.append(run.train_step(step, inputs, targets)[0])
+            meter.step()
     flops = run.model.flops_per_token(config.model.seq_len)
     measured = performance(meter.mark(), config.trainer.batch_tokens, flops, ranks)
     return {
@@ -46,6 +52,7 @@ def measure(settings: list[str], steps: int, folder: Path, ranks: World) -> dict
         "micro_batch": run.plan.computation.micro_batch,
         **measured,
         **{name: max(ranks.gather(peak)) for name, peak in memory(ranks.device).items()},
+        "clocks": clocks,
         "losses": (ranks.sum(torch.stack(losses)) / ranks.size).tolist(),
         "weights": _digest(run.model, ranks),
     }
