@@ -68,3 +68,29 @@ def test_a_launch_has_the_tensors_that_its_form_takes(head_dim: int) -> None:
         assert (counter is not None) == spec.DYNAMIC.value, where
         assert (low is not None) == ("precise_delta" in given), where
         assert q.dtype in key
+
+
+@pytest.mark.parametrize("head_dim", [136, 160, 192, 200, 256])
+def test_few_wide_tiles_are_dealt_where_that_was_timed(head_dim: int) -> None:
+    """And not with grouped heads or features; nothing of it is in the form of dQ, which claims its tiles."""
+    from kernels.flash.hopper.spec import specify
+
+    few = {length: specify(head_dim, True, length, length) for length in (1, 128, 256, 512, 513)}
+    dealt = [length for length, spec in few.items() if not spec.DYNAMIC.value]
+    assert dealt == ([1, 128, 256, 512] if head_dim > 192 else [])
+    assert [n for n, spec in few.items() if spec.EXP_BEFORE_WAIT.value] == dealt
+    for given in ({"group": 2}, {"bounded": True}, {"padded": True}, {"softcap": 30.0}, {"precise": True}):
+        assert specify(head_dim, True, 512, 512, **given).DYNAMIC.value, given
+
+
+@pytest.mark.parametrize(("batch", "groups"), [(32, 1), (31, 124), (1, 4)])
+def test_heads_of_few_wide_tiles_are_dealt_one_by_one_or_all_together(batch: int, groups: int) -> None:
+    from kernels.flash.call import Options, Tensors
+    from kernels.flash.hopper import launch as hopper
+
+    q = torch.empty(batch, 4, 512, 256, dtype=torch.bfloat16)
+    with mock.patch.object(hopper, "launch") as launch:
+        hopper.forward(q, q, q, q, q, q[..., 0].float(), Tensors(), Options(True, 1.0))
+    prepare = launch.call_args.args[2]
+    _, _, (*_, heads_per_group, _tiles, _left, _b, _h, _width, _scale, spec), _ = prepare()
+    assert (heads_per_group, spec.DYNAMIC.value) == (groups, False)

@@ -88,10 +88,14 @@ def forward(
 
     def prepare() -> Launch:
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
-        few = has_few_tiles(head_dim, q_len, heads // kv_heads, *features) and heads * batch >= HEADS
-        tiling, documents = (spec.DYNAMIC.value, few), tensors.document_starts is not None
+        few = has_few_tiles(head_dim, q_len, heads // kv_heads, *features)
+        tiling = spec.DYNAMIC.value, few and heads * batch >= HEADS
+        documents = tensors.document_starts is not None
         groups = 1
-        if causal or bounded:
+        if causal and few and head_dim > 128 and heads * batch < HEADS:
+            # By count, the busiest program has 1.00 to 1.13 of what claiming gives it; in two groups up to 1.5.
+            groups = heads * batch
+        elif causal or bounded:
             groups = _forward_heads_per_group(k, heads // kv_heads, *tiling, documents)
         sizes = (q_len, kv_len, heads, batch, groups, tiles, _left(left, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
@@ -123,7 +127,7 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool, do
     cache. Statically scheduled ones balance only in groups of half as many heads as there are programs: by count, the
     busiest of 132 programs then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache. If
     a head has few tiles, and there are `HEADS` or more, the smallest groups balance too, and read a head's keys
-    together: 0.94 to 1.00 of the time (LOG.md). few: whether that is so.
+    together: 0.93 to 1.00 of the time (LOG.md). few: whether that is so.
 
     With documents the last tiles of a group are not those with the fewest keys, and a program claims its tiles up to
     two ahead: in a last group of few heads, a program has long tiles left when the others have none. (The last group
