@@ -86,6 +86,7 @@ OPTIONAL_POINTERS |= dict.fromkeys(["KeyEnd", "RowStart"], "*i32")  # hopper/bou
 FORMS: dict[str, tuple[Mapping[str, object], tuple[str, ...]]] = {"": ({}, ()), "gqa": ({"group": 4}, ())}
 FORMS |= {name: (feature.options, feature.pointers) for name, feature in FEATURES.items()}
 BUDGETS = tomllib.loads(Path(__file__).with_name("compile_budgets.toml").read_text())
+UNSEEN = ("share", "unseen", "stride_zb", "stride_zh", "stride_zn")  # the numbers of `backward_loads.Zeros`
 HEADS = 12  # in the packed qkv whose strides the kernels are compiled for
 
 
@@ -287,6 +288,8 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     rules = {"GROUP": 1, "CAUSAL": causal, "MASKED": causal or bounded or partial or padded}
     if not causal or bounded or listed or drop or padded:
         absent["tail_head"] = None
+    if "unseen" not in words:
+        absent |= dict.fromkeys(["ZeroK", "ZeroV", *UNSEEN])
     rules |= {
         "COLUMNS": backward.choose_columns(job.head_dim, dropout_p),
         "DQ_DELAY": dq_delay,

@@ -321,6 +321,42 @@ def test_windows_of_unequal_lengths(
     check(which, machine, q_len, kv_len, head_dim, True, batch=2, window=(left, 0))
 
 
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(1, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "given"),
+    [(40, 500, {}), *(pytest.param(280, 820, each, marks=SLOW) for each in ({}, *SCORE_MODS))],
+)
+def test_keys_that_a_window_hides_from_all_queries(
+    machine, q_len: int, kv_len: int, given: dict[str, object], kv_heads: int
+) -> None:
+    """More of them than of others: at head_dim 128 the main kernel sets their gradients to 0, in shares of which the
+    last ends early, but for grouped heads."""
+    check("backward", machine, q_len, kv_len, 128, True, batch=2, kv_heads=kv_heads, window=(20, 0), **given)
+
+
+def test_hidden_keys_of_gradients_with_strides_of_their_own(machine) -> None:
+    """Heads side by side in both, and in dv only; nothing but dk and dv is written."""
+    q, k, v, d_out = (x.detach() for x in inputs(40, 300, 128, torch.float16, batch=2, heads=2, kv_heads=2))
+    out, lse = naive_attention(
+        q.double(), k.double(), v.double(), causal=True, window=(20, 0), return_lse=True
+    )
+    want = None
+    for dk_packed, dv_packed in ((False, False), (True, True), (False, True)):
+        outer = [torch.full((2, 300, 3, 2, 128) if packed else (2, 2, 300, 128), torch.nan).half()
+                 for packed in (dk_packed, dv_packed)]  # fmt: skip
+        dk, dv = (x[:, :, 1].transpose(1, 2) if x.dim() == 5 else x for x in outer)
+        dq, delta = torch.full_like(q, torch.nan), torch.full_like(lse, torch.nan).float()
+        hopper.backward(
+            d_out, None, out.half(), None, lse.float().contiguous(), q, k, v, dq, dk, dv, delta, Tensors(),
+            Options(True, 128**-0.5, left=20),
+        )  # fmt: skip
+        got = {"dq": dq, "dk": dk.contiguous(), "dv": dv.contiguous()}
+        want = want or got
+        assert_equal(got, want)
+        assert not any(x[:, :, :128].any() for x in (dk, dv))
+        assert all(x[:, :, each].isnan().all() for x in outer if x.dim() == 5 for each in (0, 2))
+
+
 @pytest.mark.one_in(5)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=SLOW), pytest.param(128, marks=SLOW)])

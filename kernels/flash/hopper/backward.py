@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_loads import load_row_statistics, load_tiles
+from .backward_loads import Zeros, load_row_statistics, load_tiles
 from .backward_schedule import HALF, KEYS, STAGES, BackwardSizes, decode_work_item, passed
 from .block_masks import LISTS, Blocks
 from .bounds import Bounds
@@ -382,9 +382,9 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
 @gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", *LISTS])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
-    RowStart, QueryBlocks, Seed, KvLengths, Slopes,
+    RowStart, QueryBlocks, Seed, KvLengths, Slopes, ZeroK, ZeroV,
     heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
-    left, stride_lb, stride_lh, width, scale,
+    left, stride_lb, stride_lh, width, share, unseen, stride_zb, stride_zh, stride_zn, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
     LISTED: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
@@ -396,7 +396,8 @@ def hopper_backward_kernel(
     of queries, then the work item counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if
     BOUNDED (bounds.py). RowStart: if BOUNDED and not CAUSAL. QueryBlocks, stride_lb, stride_lh, width: lists of
     blocks of queries, if LISTED (block_masks.py). Seed: int64, if DROP. KvLengths: int32 (batch,), or None; needs
-    MASKED. Slopes: (heads,), or None. COLUMNS: `choose_columns`.
+    MASKED. Slopes: (heads,), or None. ZeroK, ZeroV, share to stride_zn: the parts of `Zeros`, or None; kv_len counts
+    the other keys. COLUMNS: `choose_columns`.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     bounds: gl.constexpr = None
@@ -413,6 +414,9 @@ def hopper_backward_kernel(
         bounds, blocks, Seed, KvLengths, Slopes,
     )  # fmt: skip
     Counter = Turns + row_blocks * flat_heads
+    zeros: gl.constexpr = None
+    if ZeroK is not None:
+        zeros = Zeros(ZeroK, ZeroV, share, unseen, stride_zb, stride_zh, stride_zn)
 
     shared = make_shared(q_desc, k_desc, v_desc, do_desc, dq_sum_desc, DQ_DELAY)
     fence_async_shared()  # make the initialised barriers visible to TMA
@@ -428,7 +432,7 @@ def hopper_backward_kernel(
                 COLUMNS,
             )),
             (load_tiles, (q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP, BLOCK_M, CAUSAL)),
-            (load_row_statistics, (Lse, Delta, shared, sizes, CAUSAL, DROP, SOFTCAP)),
+            (load_row_statistics, (Lse, Delta, zeros, shared, sizes, CAUSAL, DROP, SOFTCAP)),
             (reduce_dq, (
                 dq_sum_desc, Turns, shared.dqs, shared.claims, sizes, BLOCK_M, CAUSAL, gl.constexpr(0), COLUMNS
             )),

@@ -1,5 +1,7 @@
 """The Hopper backward's two warps that fetch: tiles by TMA, and the rows' log-sum-exp and delta."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -8,6 +10,8 @@ from .backward_schedule import KEYS, STAGES, block_at, claim_keys, decode_work_i
 from .pipeline import LOG2_E, fetch
 from .primitives import await_previous, let_next_start, tma_load
 from .scheduler import CLAIM_STAGES, issue_claim, publish_claim, read_claim
+
+TOGETHER = gl.constexpr(2)  # keys that a warp sets to 0 at a time: 16 bytes a thread at head_dim 128
 
 
 @gluon.jit
@@ -44,11 +48,42 @@ def load_tiles(
     let_next_start()  # round_kernel, in the room that this program leaves
 
 
+class Zeros(NamedTuple):
+    """Gradients that are 0: a window hides a head's first keys from every query, and work items have those after."""
+
+    DK: gl.tensor  # (batch, heads, unseen keys and the others, 128)
+    DV: gl.tensor  # likewise, with the same strides
+    share: gl.tensor  # keys of a work item, a multiple of TOGETHER
+    unseen: gl.tensor  # of a head, a multiple of KEYS
+    stride_b: gl.tensor
+    stride_h: gl.tensor
+    stride_n: gl.tensor
+
+
+@gluon.jit
+def clear_unseen(item, zeros):
+    """Set this work item's share of its head's unseen dK and dV to 0."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [TOGETHER, 32 // TOGETHER], [1, 1], [1, 0])
+    dims = gl.arange(0, 256 // TOGETHER, gl.SliceLayout(0, layout))[None, :]
+    keys = gl.arange(0, TOGETHER, gl.SliceLayout(1, layout))[:, None]
+    nothing = gl.zeros([TOGETHER, 256 // TOGETHER], gl.float32, layout).to(zeros.DK.dtype.element_ty)
+    begin = item.key_block * zeros.share
+    end = gl.minimum(begin + zeros.share, zeros.unseen)
+    head = item.batch.to(gl.int64) * zeros.stride_b + item.head.to(gl.int64) * zeros.stride_h
+    for first in range(begin, end, TOGETHER):
+        places = head + (first + keys).to(gl.int64) * zeros.stride_n + dims
+        gl.store(zeros.DK + places, nothing)
+        gl.store(zeros.DV + places, nothing)
+
+
 @gluon.jit
 def load_row_statistics(
-    Lse, Delta, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr
+    Lse, Delta, zeros, shared, sizes, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr
 ):
-    """Stage the rows' lse (base 2) and delta beside the tiles of Q; with dropout delta / DROP.SCALE."""
+    """Stage the rows' lse (base 2) and delta beside the tiles of Q; with dropout delta / DROP.SCALE.
+
+    zeros: a `Zeros`, or None. This warp has time: its stores of 0 take 0.01 of the backward's.
+    """
     BLOCK_M: gl.constexpr = shared.lse.shape[1]
     offsets = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
     await_previous()  # delta_kernel
@@ -81,6 +116,8 @@ def load_row_statistics(
             shared.delta.index(stage).store(delta)
             mbarrier.arrive(shared.rows_full.index(stage))
             block += toward
+        if zeros is not None:
+            clear_unseen(item, zeros)
         tiles_before += item.steps
         ordinal += 1
         index = read_claim(shared.claims, ordinal)

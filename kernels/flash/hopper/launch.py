@@ -10,6 +10,7 @@ from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, by_query, list_strides, queries_of_keys
 from .backward import choose_columns, choose_dq_delay, hopper_backward_kernel
+from .backward_loads import TOGETHER
 from .backward_schedule import BLOCK_M, KEYS
 from .descriptors import Descriptor, fits_tma, rows_of, tile_width
 from .dq import SUM_BLOCK, delta_kernel, round_kernel, sum_block
@@ -204,10 +205,14 @@ def backward(
     """
     is_wide = tile_width(q.shape[3]) == WIDTH.value
     keys = WIDE_KEYS.value if is_wide else KEYS.value
-    unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys
-    if options.left >= 0 and unseen:  # the window hides the first blocks of keys from every query
-        for x in (dk, dv):
-            x[:, :, :unseen].zero_()
+    unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys if options.left >= 0 else 0
+    zeros: tuple[Tensor | None, Tensor | None] = None, None
+    if unseen:  # the window hides the first blocks of keys from every query
+        if _clears_unseen(q, dk, dv):
+            zeros = dk, dv
+        else:
+            for x in (dk, dv):
+                x[:, :, :unseen].zero_()
         k, v, dk, dv = (x[:, :, unseen:] for x in (k, v, dk, dv))
     low = out_low if options.precise_delta else None
     tensors, options = by_query(tensors, options, q.shape[2], k.shape[2])
@@ -233,9 +238,9 @@ def backward(
     bounds = (starts, ends, row_start)
     of_features = (tensors.query_blocks, tensors.seed, lengths, tensors.alibi_slopes)
     launch(
-        (lse, delta, turns, *bounds, *of_features),
-        ("hopper backward", q.dtype, *key),
-        lambda: _prepare_backward(q, k, tensors, options),
+        (lse, delta, turns, *bounds, *of_features, *zeros),
+        ("hopper backward", q.dtype, unseen, *key),
+        lambda: _prepare_backward(q, k, tensors, options, zeros[0], unseen),
         (q, k, v, d_out, *of_heads, dq_sum),
         functools.partial(_describe_backward, options.dropout_p),
     )
@@ -252,6 +257,15 @@ def backward(
     _add_up_groups((dk, dv), of_heads)
 
 
+def _clears_unseen(q: Tensor, dk: Tensor, dv: Tensor) -> bool:
+    """Whether the main kernel sets dk and dv of unseen keys to 0, beside its products; else two launches do.
+
+    With a window of 1024 over twice as many keys the backward then takes 0.925 of its time at 4096 queries, 0.95 at
+    16,384 (kernels/log/hopper_masks.md). At head_dim 64 it would spill 8 B; of grouped heads it has no dk and dv.
+    """
+    return q.shape[3] == 128 and q.shape[1] == dk.shape[1] and dk.stride() == dv.stride()
+
+
 def _prepare_delta(
     out: Tensor, d_out: Tensor, left: int, block_m: int, keys: int, overlapped: bool
 ) -> Launch:
@@ -264,7 +278,10 @@ def _prepare_delta(
     return delta_kernel, grid, (*strides, q_len, left, *tile, overlapped), compiled
 
 
-def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) -> Launch:
+def _prepare_backward(
+    q: Tensor, k: Tensor, tensors: Tensors, options: Options, cleared: Tensor | None = None, unseen: int = 0
+) -> Launch:
+    """cleared: dk from its first key on, if `_clears_unseen`."""
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     causal, left, width = options.causal, options.left, tile_width(head_dim)
     bounded, listed = left >= 0 or tensors.document_starts is not None, tensors.key_blocks is not None
@@ -289,6 +306,7 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
         *(heads, flat_heads, heads_per_group, heads_per_group * columns),
         *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
         *(_left(left, kv_len - q_len), *list_strides(tensors.query_blocks)),
+        *_zeros(cleared, unseen, columns),
     )
     masked = causal or bounded or kv_len % KEYS.value != 0 or padded
     # With a window, documents or a block mask a work item has few steps.
@@ -300,6 +318,14 @@ def _prepare_backward(q: Tensor, k: Tensor, tensors: Tensors, options: Options) 
     programs = min(flat_heads * columns, sm_count(q.device))
     compiled = compile_options(width, dq_delay) | OVERLAPPED
     return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled
+
+
+def _zeros(cleared: Tensor | None, unseen: int, key_blocks: int) -> tuple[int | None, ...]:
+    """The numbers of `Zeros`: each of a head's work items has as many of its unseen keys."""
+    if cleared is None:
+        return 5 * (None,)
+    share = triton.cdiv(unseen, key_blocks * TOGETHER.value) * TOGETHER.value
+    return share, unseen, *cleared.stride()[:3]
 
 
 def _prepare_clear(dk: Tensor, dv: Tensor, block_m: int) -> Launch:
