@@ -62,7 +62,7 @@ from .flash.portable.backward import dkdv_kernel, dq_kernel
 from .flash.portable.forward import forward_kernel
 from .flash.portable.spec import specify
 from .flash.portable.tiles import AMD, ARCHITECTURES, KERNELS, Tile
-from .history import flash3
+from .history import flash3, stored_p
 from .launch import FUSION
 from .layers import gelu_product
 
@@ -217,6 +217,8 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]
     else:
         assert job.tile
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
+        if job.kernel in STORED_P:
+            options = stored_p.options_of(FUNCTIONS[job.kernel], job.tile, values["WHOLE"])
     return types, values, options
 
 
