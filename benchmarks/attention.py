@@ -7,13 +7,13 @@ import itertools
 from kernels import history
 from reproduce.attention_figures import MASK_NAMES, OURS
 from reproduce.experiment import Results
-from reproduce.peers import APPROXIMATE
+from reproduce.peers import APPROXIMATE, STORED_P
 from reproduce.timing import timed, waited
 
 from .aims import Aim, over_fastest
 from .features import REPEATABLE
 
-NO_LIBRARY = (OURS, "naive", *history.NAMES, *APPROXIMATE)
+NO_LIBRARY = (OURS, "naive", *history.NAMES, STORED_P, *APPROXIMATE)
 PASSES = {"forward": "forward", "backward": "backward", "both": "both passes"}
 FIGURES = {"fa1": "16 x 8 heads", "fa2": "16k tokens", "gpt2": "GPT-2 small", "stored": "64 x 16 heads"}
 FIGURES |= {"beyond": "16k tokens and above"}
