@@ -67,7 +67,8 @@ class Faster(NamedTuple):
 # their time over the portable kernels' (kernels/log/dispatch.md), for what the row takes; "few": for fewer tiles.
 AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # the rows of a feature that has none below
 # A feature above head_dim 128: forward 0.42 to 0.86, backward 0.34 to 0.68; at 128 tiles, timed at 256 and not with
-# sinks, 0.68 to 1.01 and 0.54 to 0.75.
+# sinks, 0.68 to 1.01 and 0.54 to 0.75. Dropout, with precise_delta too, at 136 to 192: 0.55 to 0.69 and 0.36 to 0.45,
+# at 128 tiles 0.67 to 0.83 and 0.45 to 0.51.
 WIDE = Faster(136, 256, tiles=128)
 WIDE_TOO = (*AS_WITHOUT, WIDE)
 FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
