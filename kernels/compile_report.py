@@ -218,7 +218,8 @@ def _arguments(job: Job) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]
         assert job.tile
         options = {"num_warps": job.tile.warps, "num_stages": job.tile.stages}
         if job.kernel in STORED_P:
-            options |= stored_p.options_of(FUNCTIONS[job.kernel], job.tile, values["WHOLE"])
+            whole = values["WHOLE"]
+            options |= stored_p.options_of(FUNCTIONS[job.kernel], job.tile, whole, job.architecture)
     return types, values, options
 
 
