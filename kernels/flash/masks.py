@@ -226,18 +226,23 @@ def keys_of_queries_kernel(
     index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     document = document_of(OfQueries, bounds, row * q_len + index)
     begun, over = document >= 0, document + 1 >= bounds
-    before, after = 0, rows * kv_len
+    keys = rows * kv_len
+    before, after = 0, keys
     if not COVERING:
-        before, after = tl.load(OfKeys).to(tl.int32), tl.load(OfKeys + bounds - 1).to(tl.int32)
-    start = tl.load(OfKeys + document, mask=begun, other=before).to(tl.int32)
-    end = tl.load(OfKeys + document + 1, mask=over == 0, other=after).to(tl.int32)
+        before, after = tl.load(OfKeys), tl.load(OfKeys + bounds - 1)
+    start = tl.load(OfKeys + document, mask=begun, other=before)
+    end = tl.load(OfKeys + document + 1, mask=over == 0, other=after)
+    # Among the keys, before anything is added to them: sums of any offsets might overflow, and no longer ascend.
+    start = tl.minimum(tl.maximum(start, 0), keys).to(tl.int32)
+    end = tl.minimum(tl.maximum(end, 0), keys).to(tl.int32)
     if Used is not None:
-        number = tl.load(Used + document, mask=begun & (over == 0), other=0).to(tl.int32)
-        end = tl.where(begun & (over == 0), tl.minimum(start + tl.maximum(number, 0), end), end)
+        number = tl.load(Used + document, mask=begun & (over == 0), other=keys)
+        end = start + tl.minimum(tl.maximum(number, 0), end - start).to(tl.int32)
     # What is in the row.
     start = tl.minimum(tl.maximum(start - row * kv_len, 0), kv_len)
     end = tl.minimum(tl.maximum(end - row * kv_len, 0), kv_len)
-    queries = tl.load(OfQueries + document + 1, mask=over == 0, other=rows * q_len).to(tl.int32)
+    queries = tl.load(OfQueries + document + 1, mask=over == 0, other=rows * q_len)
+    queries = tl.minimum(queries, rows * q_len).to(tl.int32)
     last_query = tl.minimum(queries - row * q_len, q_len) - 1
     position = end - 1 - last_query + index  # of the query, among the keys
     # Empty ranges lie within the document, too: both bounds must ascend.

@@ -144,6 +144,28 @@ def test_keys_of_queries_and_the_queries_of_keys(
         assert torch.equal(got, want & (torch.arange(kv_len) < lengths.cpu()[:, None])[:, None])
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bounds_by_query_ascend_whatever_the_offsets(dtype: torch.dtype) -> None:
+    """Else the Hopper kernels would deadlock: sums of such offsets overflow 32 bits."""
+    draw, most = torch.Generator().manual_seed(0), torch.iinfo(dtype).max
+    for number in range(40):
+        batch, q_len, kv_len = 1 + number % 3, 300, 200
+        some, any_, wild = (
+            torch.randint(low, high, (3, 6), generator=draw)
+            for low, high in ((-5, 610), (-most - 1, most), (0, 2))
+        )
+        offsets = torch.where(wild > 0, torch.where(any_ % 3 > 0, any_, most * (-1) ** (any_ % 2)), some)
+        of_queries, of_keys, used = offsets.to(DEVICE, dtype)
+        masks_of_call = (number % 2 > 0, (-1, 40, 2**31 - 1)[number % 3], -1, number % 4 > 1)
+        used = None if number % 5 == 0 else used[1:]
+        starts, ends = masks.keys_of_queries(of_queries, of_keys, used, batch, q_len, kv_len, *masks_of_call)
+        assert (starts.diff(dim=1) >= 0).all()
+        assert (ends.diff(dim=1) >= 0).all()
+        assert (starts <= ends).all()
+        assert starts.min() >= 0
+        assert ends.max() <= kv_len
+
+
 def lists_in_torch(mask, q_len, kv_len, causal, left, right):
     """The blocks that each block of queries visits, and those that each block of keys visits, as Python lists."""
     rows, keys = (
