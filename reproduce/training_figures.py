@@ -66,7 +66,7 @@ def _why_alone(results: Results, sample: Sample) -> str:
         return f"standard attention takes {min(peaks):.0f} GiB, and was not timed with ours"
     where = {"kind": "memory", **_group_of(sample)}
     tried = [each for each in results["samples"] if where.items() <= each.items()]
-    out = [each["contender"] for each in tried if each.get("out_of_memory")]
+    out = [each["contender"] for each in tried if each.get("out_of_memory") and each["contender"] in EAGER]
     if not out:
         return "standard attention was not tried here"
     why = f"{' and '.join(out)} ran out of memory: every layer's matrices are kept"
