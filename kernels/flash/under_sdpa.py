@@ -110,6 +110,12 @@ def _varlen_forward(
     _check(q, k, v, q.shape[-2], return_debug_mask, **others)
     if (cum_seq_q is None) != (cum_seq_k is None) or (cum_seq_q is None and seqused_k is not None):
         raise AttentionError(f"{NAME} as varlen_attn: it needs cu_seq_q and cu_seq_k")
+    numbers = [len(x) - 1 for x in (cum_seq_q, cum_seq_k) if x is not None]
+    numbers += [] if seqused_k is None else [len(seqused_k)]
+    if len(set(numbers)) > 1:  # the kernels would read beyond the shorter one
+        raise AttentionError(
+            f"{NAME} as varlen_attn: offsets and seqused_k of {numbers} sequences, which must be equal"
+        )
     asked = _asked_of_window(dropout_p, is_causal, scale, window_size_left, window_size_right)
     state = _draw(q, dropout_p)
     if cum_seq_q is None:

@@ -94,6 +94,16 @@ def test_another_head_dim_of_v_is_refused() -> None:
         varlen_attn(q, k, v[..., :8], offsets, offsets, 20, 20, enable_gqa=True)
 
 
+@pytest.mark.parametrize(("keys", "used", "numbers"), [([0, 20], None, "2, 1"), ([0, 9, 20], [9], "2, 2, 1")])
+def test_offsets_of_unequal_numbers_of_sequences_are_refused(
+    keys: list[int], used: list[int] | None, numbers: str
+) -> None:
+    (q, k, v), _ = packed(20, 20)
+    given = {"enable_gqa": True} | ({} if used is None else {"seqused_k": torch.tensor(used).int()})
+    with torch.no_grad(), pytest.raises(kernels.AttentionError, match=rf"of \[{numbers}\] sequences"):
+        varlen_attn(q, k, v, torch.tensor([0, 9, 20]).int(), torch.tensor(keys).int(), 11, 20, **given)
+
+
 def test_torchs_dense_operator_and_dropout_in_packed_sequences() -> None:
     """What SDPA calls for nested tensors, with dropout; and the same operator for tensors without offsets."""
     operator = torch.ops.aten._flash_attention_forward
