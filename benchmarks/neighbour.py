@@ -192,8 +192,10 @@ def table(results: Results) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Busy over idle, of each time and ratio."""
-    rows = {name: {"": (busy / idle).median} for name, (idle, busy) in changes(results).items()}
-    panel = plots.bars("A busy neighbour", rows, across="time over that with an idle one")
+    over = {name: busy / idle for name, (idle, busy) in changes(results).items()}
+    rows = {name: {"": each.median} for name, each in over.items()}
+    ends = {name: f"{each.median:.3f}" for name, each in over.items()}
+    panel = plots.bars("A busy neighbour", rows, across="time over that with an idle one", ends=ends)
     plots.draw(path, f"Two GPUs of a host, {results['device']}", [panel])
 
 
