@@ -147,10 +147,8 @@ def _judge_speed(results: Results, found: Verdicts) -> None:
             for s, faster in speedups
             if _versus_eager(s) == SLOWER or (faster.alone and faster.median < 1)
         ]
-        what, lacks = (
-            "lengths where ours is slower than standard attention",
-            _without_cut([s for s, _ in speedups]),
-        )
+        what = "lengths where ours is slower than standard attention"
+        lacks = _without_cut([sample for sample, _ in speedups])
         why = f"over {len(speedups)} workloads; against {FASTEST}{lacks}"
         found.add("C7", what, "none", ", ".join(slower) or "none", not slower, why)
 

@@ -231,10 +231,9 @@ def _is_of_short_rows(sample: Mapping[str, Any]) -> bool:
 
 def _is_of_few_wide_tiles(sample: Mapping[str, Any]) -> bool:
     """Which was timed again at 128 and 256 tokens."""
-    plain = (
-        "flash" in sample.get("ms", ()) and sample.get("mask", "plain") == "plain" and "feature" not in sample
-    )
-    return plain and sample.get("head_dim") == 256 and bool(sample.get("causal")) and sample["length"] == 512
+    plain = sample.get("mask", "plain") == "plain" and "feature" not in sample
+    few = bool(sample.get("causal")) and sample.get("length") == 512
+    return plain and few and sample.get("head_dim") == 256 and "flash" in sample.get("ms", ())
 
 
 def _is_padded(sample: Mapping[str, Any]) -> bool:
