@@ -40,9 +40,9 @@ HOW_TO_READ = (
     "a bound must hold in each of them, and faster means that the ranges do not overlap: one process has none. "
     "Standard attention is the fastest of the eager forms timed here; with padding, at 1024 to 4096 tokens on an "
     "H200, that is one which reads the mask only where it hides something (standard+cut, 0.60 to 0.80 of the others' "
-    "time), as no paper's baseline did: C6 is missed by it alone. With a causal mask (C11, C17) it was not timed. Of "
-    "figures of one kind the first table has the least flattering; a figure that several GPUs have counts once, by "
-    "the worst that could be compared."
+    "time), as no paper's baseline did: C6 is missed by it alone. Where C11 and C17 compare, under a causal mask, it "
+    "was not timed. Of figures of one kind the first table has the least flattering; a figure that several GPUs have "
+    "counts once, by the worst that could be compared."
 )
 IN_PART = "reproduced in part"
 # Of a claim that nothing but counts is compared for: no run could contradict what a kernel is written to do.
