@@ -115,11 +115,7 @@ class Contender:
             with self._autocast():
                 loss = self._loss(tokens, targets, seed)
             yield
-            loss = self.scaler.scale(loss / self.accumulation)
-            if self.graphs:
-                add_gradients(loss, self.model)
-            else:
-                loss.backward()
+            add_gradients(self.scaler.scale(loss / self.accumulation), self.model)
             yield
         update(self.model, self.optimizer, self.scaler, keep_gradients=self.graphs)
         yield

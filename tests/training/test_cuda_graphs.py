@@ -118,6 +118,27 @@ def test_what_adds_to_gradients_itself_adds_what_autograd_would(block, later):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_added_in_a_few_launches_has_autograds_bits(frozen):
+    """From a first micro-step, which has nothing to add to."""
+    tokens = torch.randint(50, (3, 2, 16), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    gradients = []
+    for add in (lambda loss, model: loss.backward(), add_gradients):
+        config = GPTConfig(50, 16, n_layer=2, n_head=2, n_embd=16)
+        model = make_gpt(
+            config, get_attention("naive"), loss=Layers.torch, block=Layers.torch, generator=None
+        )
+        model.to(DEVICE).wte.weight.requires_grad_(not frozen)
+        for each in tokens:
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = model(each, each)
+            add(loss / 3, model)
+            gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    for one, other in zip(gradients[:3], gradients[3:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert (one[0] is None) == frozen
+
+
 def test_a_frozen_weight_gets_no_gradient():
     """It would grow unseen, as no optimizer zeroes it, and with it the norm by which all gradients are clipped."""
     gradients = []

@@ -26,7 +26,7 @@ from reproduce.comparison import compare
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, having, killed, steps_saved
 from tests.training.ranks import done_on
-from training import checkpoint
+from training import checkpoint, trainer
 from training.config import AttentionConfig, ConfigError
 from training.console import Progress
 from training.load_run import load_run
@@ -68,6 +68,21 @@ def test_load_run_finds_the_runs_tokenizer_and_refuses_a_changed_one(config, tmp
     with pytest.raises(DataError, match=r"here/own\.tiktoken \(No such file.*--tokenizer PATH"):
         load_run(Path("run"))
     assert load_run(Path("run"), tokenizer_name="moved.tiktoken")[1].encode_ordinary("the") == [256, 101]
+
+
+def test_a_run_alone_ends_with_the_weights_of_autograds_own_additions(config, tmp_path, monkeypatch):
+    ended, added = [], []
+
+    def as_autograd(loss, model):
+        added.append(loss)
+        loss.backward()
+
+    for folder in (tmp_path / "few", tmp_path / "each"):
+        train(having(config, steps=3, micro_batch=1), folder)
+        ended.append(load_run(folder)[0].state_dict())
+        monkeypatch.setattr(trainer, "add_gradients", as_autograd)
+    assert len(added) == 3 * 2  # micro-steps
+    torch.testing.assert_close(*ended, rtol=0, atol=0)
 
 
 # ---- the best checkpoint -------------------------------------------------------------------------
