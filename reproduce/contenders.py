@@ -18,7 +18,7 @@ from training.config import Layers
 from training.cuda_graphs import add_gradients, compiled_to_graphs, recorded, with_sums
 from training.layers import make_gpt
 from training.optimizer import OptimizerConfig, build_optimizer, update
-from training.precision import compiled
+from training.precision import cast_together, compiled
 
 from . import nanogpt
 from .standard import NAME as STANDARD
@@ -156,7 +156,7 @@ def causal_standard(config: GPTConfig, device: torch.device, dtype: torch.dtype)
 
 def _compiler(dtype: torch.dtype, compiler: str | None, graphs: bool) -> Compile:
     if compiler is None:
-        return lambda model: with_sums(model, dtype) if graphs else model
+        return lambda model: (with_sums if graphs else cast_together)(model, dtype)
     if graphs:
         return lambda model: compiled_to_graphs(model, dtype)
     return lambda model: compiled(model, dtype, compiler)

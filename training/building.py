@@ -20,7 +20,7 @@ from .parallel.config import Recompute, Shard
 from .parallel.replicate import replicated
 from .parallel.shard import shard
 from .plan import Plan
-from .precision import compiled
+from .precision import cast_together, compiled
 from .resume import load_state
 from .seeds import stream_seed
 
@@ -65,6 +65,9 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
         train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, ended)
     if computation.graphs and not computation.compiled:
         local = _recorded(model, plan)
+        return Built(model, local, local, model, optimizer, scaler)
+    if not computation.compiled and not in_blocks and plan.world.size == 1:
+        local = cast_together(model, computation.dtype)
         return Built(model, local, local, model, optimizer, scaler)
     if not computation.compiled or in_blocks:
         return Built(model, train_model, model, model, optimizer, scaler)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import get_attention
 from kernels.layers.linear import linear
@@ -31,6 +32,7 @@ from training.layers import make_gpt
 from training.optimizer import update
 from training.parallel.config import GradientDtype, ParallelConfig, Recompute, Shard
 from training.parallel.replicate import replicated
+from training.precision import cast_together
 from training.trainer import train
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -118,25 +120,45 @@ def test_what_adds_to_gradients_itself_adds_what_autograd_would(block, later):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_what_is_added_in_a_few_launches_has_autograds_bits(frozen):
-    """From a first micro-step, which has nothing to add to."""
+class Casts(TorchDispatchMode):
+    """Counts the matrices that are cast one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is torch.ops.aten._to_copy.default and args[0].dim() == 2
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("block", [Layers.torch, Layers.fused])
+@pytest.mark.parametrize("frozen", [None, "wte", "h"])
+def test_what_is_cast_and_added_in_a_few_launches_has_autograds_bits(frozen, block):
+    """From a first micro-step, which has nothing to add to. bfloat16 would not run in the interpreter."""
     tokens = torch.randint(50, (3, 2, 16), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    gradients = []
-    for add in (lambda loss, model: loss.backward(), add_gradients):
+    gradients, casts = [], []
+    for few in (False, True):
         config = GPTConfig(50, 16, n_layer=2, n_head=2, n_embd=16)
-        model = make_gpt(
-            config, get_attention("naive"), loss=Layers.torch, block=Layers.torch, generator=None
-        )
-        model.to(DEVICE).wte.weight.requires_grad_(not frozen)
-        for each in tokens:
-            with torch.autocast(DEVICE, torch.bfloat16):
-                loss = model(each, each)
-            add(loss / 3, model)
-            gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-    for one, other in zip(gradients[:3], gradients[3:], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-        assert (one[0] is None) == frozen
+        model = make_gpt(config, get_attention("naive"), loss=Layers.torch, block=block, generator=None)
+        model.to(DEVICE)
+        if frozen:
+            model.get_submodule(frozen).requires_grad_(False)
+        call = cast_together(model, torch.float16) if few else model
+        with Casts() as counted:
+            for each in tokens:
+                with torch.autocast(DEVICE, torch.float16):
+                    loss = call(each, each) / 3
+                if few:
+                    add_gradients(loss, model)
+                else:
+                    loss.backward()
+                gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        casts.append(counted.count)
+    assert sum(each is not None for each in gradients[0]) == sum(p.requires_grad for p in model.parameters())
+    torch.testing.assert_close(gradients[:3], gradients[3:], rtol=0, atol=0)
+    blocks = 2 * 2 * 4 * 3 if frozen != "h" else 0  # two ways, blocks, weights, micro-steps
+    assert casts[0] - casts[1] == blocks
 
 
 def test_a_frozen_weight_gets_no_gradient():

@@ -26,8 +26,8 @@ from reproduce.comparison import compare
 from tests.conftest import measured, rows
 from tests.training.conftest import CPU, Killed, having, killed, steps_saved
 from tests.training.ranks import done_on
-from training import checkpoint, trainer
-from training.config import AttentionConfig, ConfigError
+from training import building, checkpoint, trainer
+from training.config import AttentionConfig, ConfigError, Precision
 from training.console import Progress
 from training.load_run import load_run
 from training.loggers import CsvLogger
@@ -70,7 +70,9 @@ def test_load_run_finds_the_runs_tokenizer_and_refuses_a_changed_one(config, tmp
     assert load_run(Path("run"), tokenizer_name="moved.tiktoken")[1].encode_ordinary("the") == [256, 101]
 
 
-def test_a_run_alone_ends_with_the_weights_of_autograds_own_additions(config, tmp_path, monkeypatch):
+def test_a_run_alone_ends_with_the_weights_of_autograds_own_casts_and_additions(
+    config, tmp_path, monkeypatch
+):
     ended, added = [], []
 
     def as_autograd(loss, model):
@@ -78,9 +80,10 @@ def test_a_run_alone_ends_with_the_weights_of_autograds_own_additions(config, tm
         loss.backward()
 
     for folder in (tmp_path / "few", tmp_path / "each"):
-        train(having(config, steps=3, micro_batch=1), folder)
+        train(having(config, steps=3, micro_batch=1, precision=Precision.bf16), folder)
         ended.append(load_run(folder)[0].state_dict())
         monkeypatch.setattr(trainer, "add_gradients", as_autograd)
+        monkeypatch.setattr(building, "cast_together", lambda model, dtype: model)
     assert len(added) == 3 * 2  # micro-steps
     torch.testing.assert_close(*ended, rtol=0, atol=0)
 
