@@ -146,10 +146,14 @@ def recorded(
 
 
 def add_gradients(loss: Tensor, model: nn.Module) -> None:
-    """As loss.backward() without hooks: autograd would launch a kernel for each parameter, this launches a few."""
+    """As loss.backward() without hooks: autograd would launch a kernel for each parameter, this launches a few.
+
+    In the calling thread: autograd's own waits for Python's lock at each operator of ours.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if any(parameter.grad is None for parameter in parameters):
-        return loss.backward()  # which launches nothing where there is nothing to add to
-    new = torch.autograd.grad(loss, parameters, allow_unused=True)  # None: summed by its product
+    with torch.autograd.set_multithreading_enabled(False):
+        if any(parameter.grad is None for parameter in parameters):
+            return loss.backward()  # which launches nothing where there is nothing to add to
+        new = torch.autograd.grad(loss, parameters, allow_unused=True)  # None: summed by its product
     pairs = [(parameter.grad, d) for parameter, d in zip(parameters, new, strict=True) if d is not None]
     torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
