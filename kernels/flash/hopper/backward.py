@@ -141,10 +141,12 @@ def consume(
     """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, DQ_DELAY steps behind."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     WIDTH: gl.constexpr = shared.queries.tiles.shape[4]
-    # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
-    # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register.
     BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
-    SPLIT: gl.constexpr = sizes.KvLengths is not None and not (CAUSAL or sizes.bounds or sizes.blocks)
+    # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
+    # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register. In short
+    # loops, with dropout, and at width 128 the code of two loops cost more than it saved (LOG.md).
+    PADDED: gl.constexpr = sizes.KvLengths is not None and not (CAUSAL or sizes.bounds or sizes.blocks)
+    SPLIT: gl.constexpr = PADDED and WIDTH == 64 and DQ_DELAY and DROP is None
     ordinal = 0
     tiles_before = 0  # query tiles before this work item
     index = read_claim(shared.claims, ordinal)
