@@ -143,8 +143,8 @@ def consume(
     WIDTH: gl.constexpr = shared.queries.tiles.shape[4]
     BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
     # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
-    # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register. In short
-    # loops, with dropout, and at width 128 the code of two loops cost more than it saved (LOG.md).
+    # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register. In
+    # short loops, with dropout, and at width 128 the code of two loops cost more than it saved (LOG.md).
     PADDED: gl.constexpr = sizes.KvLengths is not None and not (CAUSAL or sizes.bounds or sizes.blocks)
     SPLIT: gl.constexpr = PADDED and WIDTH == 64 and DQ_DELAY and DROP is None
     ordinal = 0
