@@ -78,7 +78,7 @@ def timed_again(document: Results) -> str:
         if "feature" in sample and "again" in sample:
             newer[sample["again"]].add(sample["feature"])
         elif "again" in sample:
-            lengths[sample["again"]].add(sample["length"])
+            lengths[sample["again"]].add(sample.get("length") or sample["context"])
     said = [f"{', '.join(sorted(its))} at {commit}" for commit, its in newer.items()]
     said += [f"lengths {', '.join(map(str, sorted(its)))} at {commit}" for commit, its in lengths.items()]
     return "; ".join(said)

@@ -159,6 +159,7 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     assert not faster_since(newest)
     assert faster_since({**newest, "again": {"def": {"kernel": outrun}}})  # by their own code's hashes
     assert changed_since({**newest, "again": {"def": {"kernel": "of no definition"}}}) == ["kernel"]
+    assert timed_again({"samples": [{"context": 2048, "again": "def"}]}) == "lengths 2048 at def"
     # A point and a check of their own join it, once.
     more = [timed(8192, n, 3.0) for n in range(2)]
     check = {"kind": "check", "contender": "flash", "errors": [0.5]}
@@ -181,6 +182,14 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     (folder / "attention.partial.json").write_text(json.dumps({**said, **new, "samples": [*again, again[2]]}))
     subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     assert json.loads((into / "attention.json").read_text())["samples"] == merged["samples"]
+    # A partial one is what is read, so it takes them, and stays partial.
+    (folder / "attention.partial.json").write_text(json.dumps({**said, **new}))
+    (into / "attention.partial.json").write_text(
+        json.dumps({**said, **old, "state": "partial", "samples": before})
+    )
+    subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    partial = json.loads((into / "attention.partial.json").read_text())
+    assert (partial["state"], partial["samples"]) == ("partial", merged["samples"])
 
 
 @pytest.mark.slow

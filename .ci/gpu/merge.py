@@ -3,7 +3,8 @@
 OUT is a runner's folder out/. Slices of an experiment are joined into one document, complete if nothing is missing;
 perplexity's runs join those that are there, a whole one in place of a cut one; scaling's launches become a file for
 each number of GPUs, and those of jobs quiet_* count before others; a long run, whole or cut, and killed ranks too.
-With --over, the points of a complete document of older code that every process timed again take their places.
+With --over, the points of a document of older code, the partial one if there is one, that every process timed again
+take their places.
 Run it in a checkout of the commit that ran, or of a later one that changed nothing that the figures depend on: what
 is stale is refused.
 """
@@ -131,7 +132,7 @@ def slices(documents: list[Document]) -> Document:
 
 
 def over(whole: Document, documents: list[Document], commit: str) -> Document:
-    """A complete document with the points that every process timed again, or the one that is to, in place of its own,
+    """A document with the points that every process timed again, or the one that is to, in place of its own,
     which may have failed, and with those that it lacks. They name their commit, by which `again` has what that one's
     figures depend on: the document stays one of the older code."""
 
@@ -309,7 +310,7 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="of the code that ran")
     parser.add_argument("--into", type=Path, default=Path("results"))
     parser.add_argument(
-        "--over", action="store_true", help="in place of the same points of complete documents"
+        "--over", action="store_true", help="in place of the same points of the documents that are there"
     )
     given = parser.parse_args()
     groups: dict[tuple[str, str], list[Document]] = defaultdict(list)
@@ -321,20 +322,20 @@ def main() -> None:
     for (name, device), documents in groups.items():
         print(f"{name} on {device}: {len(documents)} documents came back")
         known, commits = given.into / device / f"{name}.partial.json", [given.commit]
-        if known.exists():
-            before = json.loads(known.read_text())
-            if name == "ring" and changed_since(before):  # then `reproduce ring` would begin again too
-                print(f"  replaced, for its code has changed: {known}")
-            else:
-                documents.insert(0, without_outrun(before))
-                commits.insert(0, before["commit"])
-        complete = known.with_name(f"{name}.json")
+        older = known if known.exists() else known.with_name(f"{name}.json")
         try:
-            if given.over and complete.exists():
-                old = json.loads(complete.read_text())
+            if given.over and older.exists():
+                old = json.loads(older.read_text())
                 alike([old, *documents])
                 write(over(old, documents, given.commit), [old["commit"], given.commit], given.into)
                 continue
+            if known.exists():
+                before = json.loads(known.read_text())
+                if name == "ring" and changed_since(before):  # then `reproduce ring` would begin again too
+                    print(f"  replaced, for its code has changed: {known}")
+                else:
+                    documents.insert(0, without_outrun(before))
+                    commits.insert(0, before["commit"])
             alike(documents)
             merge = {"perplexity": perplexity, "ring": merge_ring}.get(name, slices)
             write(merge(documents), commits, given.into)
