@@ -207,7 +207,7 @@ def recording(monkeypatch, tmp_path):
         monkeypatch.setattr(plan, "resolve_graphs", lambda *asked, **how: graphs)
         monkeypatch.setattr(torch.cuda, "make_graphed_callables", stand_in)
         how = TrainerConfig(
-            steps=3, batch_tokens=64, micro_batch=2, log_every=1, eval_every=0, sample_tokens=0
+            steps=3, batch_tokens=64, micro_batch=2, log_every=1, eval_every=0, device="cpu", sample_tokens=0
         )
         model = ModelConfig(seq_len=16, n_layer=1, n_head=2, n_embd=16, dropout=0.1)
         (tmp_path / "text.txt").write_text("to be or not to be\n\n" * 90)
