@@ -327,17 +327,16 @@ FASTER_SINCE["5cbe58ad4c"] = Outrun(
 FASTER_SINCE |= dict.fromkeys(
     ("ead0e3ca45", "9de491f4d4", "abb5515974"),
     Outrun(
-        "key padding with dropout, at head_dim 128, or of fewer than 1024 tokens: the backward took up to 1.16 of "
-        "the time that it takes now at 128 tokens, 1.04 at 256, 1.02 from 512 on",
+        "key padding with dropout, at head_dim 128, or below 1024 tokens: the backward took up to 1.16 of the time "
+        "that it takes now at 128 tokens, 1.04 at 256, 1.02 above",
         _has_one_loop_again,
     ),
 )
 FASTER_SINCE |= dict.fromkeys(
     ("1137f2f116", "9582e27bf7"),
     Outrun(
-        "eager steps: flash+fused launched 2,942 kernels, 2,125 now, and took 0.93 to 1.27 times, in the median 1.16 "
-        "times, of what it takes now (five processes in turns on a noisy host); the others add gradients in a few "
-        "launches too, which was not timed beside before",
+        "eager steps: flash+fused launched 2,942 kernels, 2,125 now, and took 0.93 to 1.27 of the time that it takes "
+        "now, in the median of five processes 1.16; the others' gradients are added in fewer launches too",
         _is_of_eager_steps,
     ),
 )

@@ -17,8 +17,12 @@ OF_STEPS = ("training", "encoders")
 def notes(documents: list[Results]) -> Iterator[str]:
     """What a reader has to know of the runs."""
     yield from _listed("code has changed since these were run (Runs tells what)", documents, changed_since)
+    faster: dict[str, list[str]] = defaultdict(list)
     for document in documents:
-        yield from (f"{name_of(document)}, {words}" for words in faster_since(document))
+        for words in faster_since(document):
+            faster[words].append(name_of(document))
+    yield from (f"{', '.join(names)}, {words}" for words, names in faster.items())
+    for document in documents:
         if again := timed_again(document):
             yield f"of {name_of(document)}, some points are newer than the rest: {again}"
         if other := beside(document):

@@ -964,7 +964,7 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     old, ms = next(iter(older_code.FASTER_SINCE)), {"flash": {"forward": [1.0], "backward": [2.0]}}
     wide = {"kind": "time", **shape("fa2", 4096, head_dim=256), "ms": ms}
     write(tmp_path, "attention", [*papers_own_attention(), wide], depends={"kernels.x": old})
-    write(tmp_path, "traffic", [], depends={"kernels.x": old})
+    write(tmp_path, "traffic", [{**wide, "kind": "another"}], depends={"kernels.x": old})
     steps = {"kind": "speed", "model": "gpt2_small", "context": 1024, "dropout": 0.0, "dtype": "float16"}
     steps |= {"mode": "eager", "step_tokens": 1, "flops_per_token": 1, "ms": ms}
     parts = [
@@ -974,7 +974,7 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     assert main(["report", "--results", str(tmp_path)]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert [line for line in notes if "head_dim above 128" in line] == [
-        f"note: attention on {GPU}, {older_code.FASTER_SINCE[old].words}"
+        f"note: attention on {GPU}, traffic on {GPU}, {older_code.FASTER_SINCE[old].words}"
     ]
     assert f"note: of training on {GPU}, 1 process timed small eager gpt2_small 1024" in notes
     assert not any("code has changed" in line for line in notes)
