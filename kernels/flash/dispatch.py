@@ -42,7 +42,7 @@ NO_FORM = {
     "backward": frozenset({"precise_delta", "return_lse", "sinks"}),
 }
 BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
-# What they do not combine with bounds by query (hopper/bounds.py): softcap spills 4 to 8 B in the backward at 64.
+# What they do not combine with bounds by query (`masks.by_query`): softcap spills 4 to 8 B in the backward at 64.
 NOT_BY_QUERY = frozenset({"alibi_slopes", "block_mask", "dropout_p", "softcap"})
 ALIBI_RAGGED = "does not support alibi_slopes with cu_seqlens_k"
 TILE = 128  # queries; with fewer, a Hopper tile would be mostly empty
@@ -104,7 +104,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     **{
         (which, name): WIDE_TOO
         for which in ("forward", "backward")
-        for name in ("alibi_slopes", "cu_seqlens", "softcap")
+        for name in ("alibi_slopes", "cu_seqlens", "cu_seqlens_k", "softcap")
     },
     ("forward", "sinks"): WIDE_TOO,
     ("backward", "dropout_p"): WIDE_TOO,
@@ -115,11 +115,28 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         WIDE,
     ),
 }
+# Rows that take documents with bounds by query besides those of their features: of a pass, with key padding or not.
+BY_QUERY: dict[tuple[str, bool], tuple[Faster, ...]] = {
+    ("forward", False): (
+        Faster(64, 64, 4096),  # 0.88 to 0.99; fewer queries 0.91 to 1.45
+        Faster(128, 128, 2048),  # 0.61 to 0.99; fewer 0.97 to 1.14
+        WIDE,  # 0.45 to 0.80
+    ),
+    ("forward", True): (
+        Faster(128, 128, tiles=2048),  # 0.80 to 0.98; few 1.10 to 1.64. 64: 0.97 to 1.60
+        Faster(136, 256, tiles=512),  # 0.49 to 0.81; few 0.97 and 1.18
+    ),
+    ("backward", False): WIDE_TOO,  # 64: 0.68 to 0.96, 128: 0.61 to 0.87, more: 0.41 to 0.66
+    ("backward", True): (
+        Faster(64, 64, tiles=2048),  # 0.78 to 0.92, but in two rows of 8,192 1.01 and 1.23; few 0.98 to 1.35
+        Faster(128, 128, tiles=512),  # 0.64 to 0.76; few 0.87 to 1.09
+        WIDE,  # 0.41 to 0.61; few 0.74 and 0.88
+    ),
+}
 # For each of these, all the features it was timed with; a feature that is not here was timed with every other.
 TIMED_WITH = {
     "alibi_slopes": frozenset({"window"}),
     "block_mask": frozenset(),
-    "cu_seqlens": frozenset(FEATURES) - {"cu_seqlens_k", "kv_lengths"},
     "softcap": frozenset({"window"}),
 }
 
@@ -148,8 +165,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     """What the Hopper kernels of a pass would need to serve the request on a machine that has them, or None."""
     features, length, kv_len = request.features, request.length, request.kv_len
     bounds = [name for name in BOUNDS if name in features]
-    beside = [name for name in ("cu_seqlens_k", "kv_lengths") if name in features]
-    by_query = bool(beside) and "cu_seqlens" in features  # `masks.by_query`
+    by_query = _by_query(request)
     if request.dtype not in HOPPER_DTYPES:
         return f"float16 or bfloat16, not {request.dtype}"
     if request.head_dim % 8:
@@ -158,10 +174,10 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         return f"attention without {others[0]}"
     if request.head_dim > 128 and (lacking := sorted(WIDE_LACKS[which] & features)):
         return f"head_dim 128 or less with {lacking[0]}, not {request.head_dim}"
-    if by_query and (others := sorted(NOT_BY_QUERY & features)):
-        return f"attention without {others[0]} combined with cu_seqlens and {beside[0]}"
-    if "cu_seqlens_k" in features and not by_query:
+    if "cu_seqlens_k" in features and "cu_seqlens" not in features:
         return "cu_seqlens beside cu_seqlens_k"
+    if by_query and (others := sorted(NOT_BY_QUERY & features)):
+        return f"attention without {others[0]} combined with {by_query}"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} combined with block_mask"
     for name in ("kv_lengths", "dropout_p"):
@@ -191,19 +207,34 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     spills = spills or (request.head_dim > 192 and "precise_delta" in features)
     if which == "forward" and "dropout_p" in features and request.head_dim > 64 and spills:
         return "head_dim 64, or dropout_p alone and lengths that differ by a multiple of 64"
-    if bounds and request.causal is False and not by_query:
-        return f"causal=True with {bounds[0]}"
     if "block_mask" in features and request.causal and apart % BLOCK_MASK_SIZE:
         return f"lengths that differ by a multiple of {BLOCK_MASK_SIZE} with a causal block_mask"  # the diagonal's
     return _needs_to_be_faster(which, request) if request.tier == "auto" else None
 
 
+def _by_query(request: AttentionRequest) -> str | None:
+    """Why documents or a window have bounds by query (`masks.by_query`), in words; None if they have not."""
+    bound = next((name for name in BOUNDS if name in request.features), None)
+    beside = [name for name in ("cu_seqlens_k", "kv_lengths") if name in request.features]
+    if bound is None or not (beside or request.causal is False):
+        return None
+    return f"{bound} and {beside[-1] if beside else 'causal=False'}"
+
+
 def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
-    """What `FASTER` and `TIMED_WITH` ask for in addition, or None."""
+    """What `FASTER`, `BY_QUERY` and `TIMED_WITH` ask for in addition, or None."""
     head_dim, length, heads = request.head_dim, request.length, request.heads
     features = request.features - NO_FORM[which]
-    for name in ("", *sorted(features)):
-        rows, with_name = FASTER.get((which, name), AS_WITHOUT), f" with {name}" if name else ""
+    asked = {name: FASTER.get((which, name), AS_WITHOUT) for name in ("", *sorted(features))}
+    if by_query := _by_query(request):
+        padded = "kv_lengths" in features
+        if "cu_seqlens" not in features:  # not timed
+            return (
+                "attention without kv_lengths combined with window" if padded else "causal=True with window"
+            )
+        asked[by_query] = BY_QUERY[which, padded]
+    for name, rows in asked.items():
+        with_name = f" with {name}" if name else ""
         its = [row for row in rows if row.smallest <= head_dim <= row.largest]
         its = [row for row in its if not any(each.takes_more_than(row) for each in its)]
         if not its:

@@ -89,25 +89,25 @@ def queries_of_keys(tensors: Tensors, kv_len: int) -> Tensors:
     return tensors._replace(document_starts=over, document_ends=begun)
 
 
-def by_query(tensors: Tensors, options: Options, q_len: int, kv_len: int) -> tuple[Tensors, Options]:
-    """Documents beside key padding with bounds as those of `keys_of_queries`, which contain padding, causal mask and
-    window; and `keys_of_queries`' own, with the padding. Everything else as it is.
+def by_query(tensors: Tensors, options: Options, q: Tensor, k: Tensor) -> tuple[Tensors, Options]:
+    """Documents and windows that are full or beside key padding, with bounds as those of `keys_of_queries`, which
+    contain window, padding and causal mask; and `keys_of_queries`' own, with the padding. Everything else as it is.
 
     No query sees beyond the keys, and the bounds ascend whatever the offsets, because the Hopper kernels synchronise
     by them.
     """
     starts, ends, lengths = tensors.document_starts, tensors.document_ends, tensors.kv_lengths
-    if starts is None or ends is None or not (options.ragged or lengths is not None):
+    left, right = options.left, 0 if options.causal else options.right
+    bounded = starts is not None or left >= 0 or (right >= 0 and not options.causal)
+    if not bounded or (options.causal and lengths is None):
         return tensors, options
-    if lengths is not None:
-        left, right = options.left, 0 if options.causal else options.right
-        if options.ragged:  # the bounds contain them
-            left = right = -1
+    if lengths is not None or left >= 0 or right >= 0:
+        batch, q_len, kv_len = q.shape[0], q.shape[2], k.shape[2]
         left, right = (ANY if each < 0 else min(each, ANY) for each in (left, right))
-        first, last = torch.empty_like(starts), torch.empty_like(ends)
-        grid, numbers = (-(-q_len // TOKENS), starts.shape[0], 1), (q_len, kv_len, left, right, TOKENS)
+        first, last = (q.new_empty(batch, q_len, dtype=torch.int32) for _ in range(2))
+        grid, numbers = (-(-q_len // TOKENS), batch, 1), (q_len, kv_len, left, right, TOKENS)
         launch(
-            (starts, ends, lengths, first, last),
+            (first, last, starts, ends, lengths),
             ("by query", grid, numbers),
             lambda: (by_query_kernel, grid, numbers, {}),
         )
@@ -265,16 +265,24 @@ def queries_of_keys_kernel(Starts, Ends, Over, Begun, q_len, kv_len, TOKENS: tl.
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "left", "right"])
 def by_query_kernel(
-    Starts, Ends, Lengths, First, Last, q_len, kv_len, left, right, TOKENS: tl.constexpr
+    First, Last, Starts, Ends, Lengths, q_len, kv_len, left, right, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Write the bounds of `by_query` to First and Last. Grid (ceil(q_len / TOKENS), batch)."""
+    """Write the bounds of `by_query` to First and Last. Grid (ceil(q_len / TOKENS), batch). Starts, Ends: of
+    documents, None without. Lengths: as kv_lengths, None without."""
     row = tl.program_id(1)
     query = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside, place = query < q_len, row * q_len + query
-    start = tl.load(Starts + place, mask=inside, other=0)
-    end = tl.load(Ends + place, mask=inside, other=0)
-    most = tl.minimum(tl.load(Lengths + row), kv_len)
-    start, end = tl.maximum(start, query - left), tl.minimum(end, query + 1 + right)
+    if Starts is None:
+        position = query + (kv_len - q_len)
+        start, end = tl.zeros_like(query), tl.zeros_like(query) + kv_len
+    else:
+        position = query
+        start = tl.load(Starts + place, mask=inside, other=0)
+        end = tl.load(Ends + place, mask=inside, other=0)
+    most = kv_len
+    if Lengths is not None:
+        most = tl.maximum(tl.minimum(tl.load(Lengths + row), kv_len), 0)
+    start, end = tl.maximum(start, position - left), tl.minimum(end, position + 1 + right)
     start, end = tl.minimum(start, most), tl.minimum(end, most)
     tl.store(First + place, start, mask=inside)
     tl.store(Last + place, tl.maximum(end, start), mask=inside)

@@ -92,12 +92,29 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "triton",
             "attention without cu_seqlens combined with block_mask",
         ),
+        ("window", {"causal": False, "tier": "hopper"}, "hopper", "hopper", None),
+        (
+            "window softcap",
+            {"causal": False, "tier": "hopper"},
+            "triton",
+            "triton",
+            "attention without softcap combined with window and causal=False",
+        ),
+        ("cu_seqlens cu_seqlens_k", {"length": 4096}, "hopper", "hopper", None),
         (
             "cu_seqlens cu_seqlens_k",
-            {},
+            {"length": 2048},
             "triton",
+            "hopper",
+            "4096 queries or more with cu_seqlens and cu_seqlens_k, not 2048",
+        ),
+        ("cu_seqlens", {"causal": False, "head_dim": 128, "length": 2048}, "hopper", "hopper", None),
+        (
+            "cu_seqlens",
+            {"causal": False, "head_dim": 128, "length": 1024},
             "triton",
-            "attention without cu_seqlens_k combined with cu_seqlens",
+            "hopper",
+            "2048 queries or more with cu_seqlens and causal=False, not 1024",
         ),
         *(
             (
@@ -117,7 +134,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 {"tier": "hopper"},
                 "triton",
                 "triton",
-                f"attention without {name} combined with cu_seqlens and {others.split()[0]}",
+                f"attention without {name} combined with cu_seqlens and {others.split()[-1]}",
             )
             for others in ("cu_seqlens_k", "kv_lengths", "cu_seqlens_k kv_lengths")
             for name in ("alibi_slopes", "block_mask", "dropout_p", "softcap")
@@ -134,8 +151,15 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "cu_seqlens kv_lengths",
             {},
             "triton",
+            "hopper",
+            "head_dim 128 or 136 to 256 with cu_seqlens and kv_lengths, not 64",
+        ),
+        (
+            "cu_seqlens kv_lengths",
+            {"length": 1024, "heads": 64, "head_dim": 128},
             "triton",
-            "attention without kv_lengths combined with cu_seqlens",
+            "hopper",
+            "2048 tiles of 128 queries or more with cu_seqlens and kv_lengths",
         ),
         ("", {"length": 100}, "triton", "triton", "128 queries or more, not 100"),
         ("", {"length": 100, "tier": "hopper"}, "hopper", "hopper", None),
@@ -258,13 +282,8 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "hopper",
             "lengths that differ by a multiple of 64 with a causal kv_lengths",
         ),
-        (
-            "kv_lengths window",
-            {"tier": "hopper"},
-            "triton",
-            "triton",
-            "attention without kv_lengths combined with window",
-        ),
+        ("kv_lengths window", {"tier": "hopper"}, "hopper", "hopper", None),
+        ("kv_lengths window", {}, "triton", "triton", "attention without kv_lengths combined with window"),
         ("", {"tier": "triton"}, "triton", "triton", None),
         ("", {"head_dim": 80}, "hopper", "hopper", None),
         ("", {"head_dim": 80, "length": 256}, "triton", "hopper", "512 queries or more, not 256"),
@@ -413,8 +432,8 @@ def chosen(
         (Tensors(alibi_slopes=LIST), Options(True, 1.0), ("hopper", "hopper")),
         (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0), ("hopper", "hopper")),
-        (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "triton")),
-        (Tensors(None, None, None, LIST, LIST), Options(False, 1.0, ragged=True), ("triton",) * 2),
+        (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "hopper")),
+        (Tensors(None, None, None, LIST, LIST), Options(False, 1.0, ragged=True), ("triton", "hopper")),
         (
             Tensors(None, None, None, LIST, LIST),
             Options(False, 1.0, tier="hopper", ragged=True),
@@ -459,7 +478,10 @@ def test_what_only_a_call_knows_sends_it_to_the_portable_kernels_or_is_named() -
             {"tensors": blocks, "kv_len": 500},
             "lengths that differ by a multiple of 128 with a causal block_mask",
         ),
-        ({"options": hopper._replace(left=3, right=0, causal=False)}, "causal=True with window"),
+        (
+            {"options": hopper._replace(left=3, right=0, causal=False, softcap=9.0)},
+            "attention without softcap combined with window and causal=False",
+        ),
         ({"options": hopper._replace(softcap=65.0)}, "a softcap up to 64"),
     ):
         with pytest.raises(AttentionError, match=f"tier=hopper cannot run this call: it needs .*{reason}"):

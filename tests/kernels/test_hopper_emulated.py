@@ -310,6 +310,30 @@ def test_documents_with_key_padding(machine, window: tuple[int, int], which: str
     check(which, machine, 300, 300, head_dim, window[1] == 0, batch=4, **given)
 
 
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("window", [(-1, -1), (60, 20), (-1, 0)], ids=str)
+def test_full_documents(machine, window: tuple[int, int], which: str, head_dim: int) -> None:
+    check(which, machine, 300, 300, head_dim, False, batch=2, cu_seqlens=documents(300, 2), window=window)
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (130, 400), (300, 130)])
+@pytest.mark.parametrize("window", [(60, 20), (-1, 30), (40, 0)], ids=str)
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", ""])
+def test_windows_that_are_full_or_beside_padding(
+    machine, padded: bool, window: tuple[int, int], q_len: int, kv_len: int, which: str, head_dim: int
+) -> None:
+    """Blocks of keys that no query sees, and queries that see no key."""
+    given = {"window": window}
+    if padded:
+        given["kv_lengths"] = torch.tensor([kv_len - 90, 1], dtype=torch.int32)
+    check(which, machine, q_len, kv_len, head_dim, padded and window[1] == 0, batch=2, **given)
+
+
 @ONE_QUICK_HEAD_DIM
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(130, 400), pytest.param(300, 130, marks=SLOW)])

@@ -16,11 +16,19 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=[
 CAUSAL = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 LENGTHS = [(n, n) for n in (1, 63, 64, 65, 127, 128, 129, 200, 1000, 1024, 1025, 2100, 4096)]
 LENGTHS += [(113, 203), (256, 512), (512, 256), (1023, 1024), (700, 30), (1, 4096)]
-NAMES = ["kv_lengths", "dropout", "sinks", "kv_lengths dropout", "window", "sinks documents"]
+NAMES = [
+    "kv_lengths",
+    "dropout",
+    "sinks",
+    "kv_lengths dropout",
+    "window",
+    "sinks documents",
+    "kv_lengths window",
+]
 NAMES += ["softcap", "softcap window", "softcap kv_lengths", "alibi", "alibi window", "alibi kv_lengths"]
 NAMES += [f"precise_delta {name}" for name in ("sinks window", "documents", "sinks", "dropout", "kv_lengths")]
 WIDE_NAMES = ["window", "documents", "softcap", "softcap window", "alibi", "alibi documents"]
-WIDE_NAMES += ["kv_lengths", "sinks", "dropout"]
+WIDE_NAMES += ["kv_lengths", "sinks", "dropout", "kv_lengths window"]
 MORE_WIDE_NAMES = [
     "softcap documents",
     "softcap kv_lengths",
@@ -50,7 +58,12 @@ def lengths(batch: int, kv_len: int) -> torch.Tensor:
     return torch.cat([fixed, more])[:batch].to("cuda", torch.int32)
 
 
-def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object]:
+def is_refused_by_query(name: str) -> bool:
+    """Full documents and windows have bounds by query, with which these do not combine."""
+    return ("window" in name or "documents" in name) and ("softcap" in name or "alibi" in name)
+
+
+def features(name: str, batch: int, heads: int, kv_len: int, causal: bool = True) -> dict[str, object]:
     given = {}
     if "precise_delta" in name:
         given["precise_delta"] = True
@@ -67,7 +80,7 @@ def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object
     if "alibi" in name:
         given["alibi_slopes"] = torch.linspace(0.01, 0.5, heads, device="cuda")
     if "window" in name:
-        given["window"] = (100, 0)
+        given["window"] = (100, 0 if causal else 30)
     return given
 
 
@@ -82,7 +95,7 @@ def features(name: str, batch: int, heads: int, kv_len: int) -> dict[str, object
 )  # 96, 136, 160 and 192: results in two parts
 def test_exact_at_every_length(head_dim: int, name: str, dtype: torch.dtype, causal: bool) -> None:
     """Forward and backward, with grouped heads; two or three consumers, dQ's product in its step or a step late."""
-    if ("window" in name or "documents" in name) and not causal:
+    if not causal and is_refused_by_query(name):
         pytest.skip("those have the portable kernels")
     for q_len, kv_len in LENGTHS:
         ragged = (kv_len - q_len) % 64
@@ -96,7 +109,7 @@ def test_exact_at_every_length(head_dim: int, name: str, dtype: torch.dtype, cau
         *tensors, d_out = inputs(
             q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
         )  # fmt: skip
-        given = {"causal": causal, **features(name, batch, 4, kv_len)}
+        given = {"causal": causal, **features(name, batch, 4, kv_len, causal)}
         assert_as_accurate(run(flash(), tensors, d_out, **given), tensors, d_out, **given)
 
 
@@ -144,18 +157,18 @@ def test_documents_by_query_are_exact_at_every_length(
         *tensors, d_out = inputs(
             q_len, kv_len, head_dim, dtype, batch=batch, heads=4, kv_heads=2, seed=q_len, device="cuda"
         )  # fmt: skip
-        given = {"causal": causal, **by_query(name, batch, 4, q_len, kv_len)}
-        if "window" in name and not causal:
-            given["window"] = (100, 30)
+        given = {"causal": causal, **by_query(name, batch, 4, q_len, kv_len, causal)}
         assert_as_accurate(run(flash(), tensors, d_out, **given), tensors, d_out, **given)
 
 
-def by_query(name: str, batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, object]:
+def by_query(
+    name: str, batch: int, heads: int, q_len: int, kv_len: int, causal: bool = True
+) -> dict[str, object]:
     if "own_offsets" in name:
         offsets = unequal_documents(q_len, kv_len, batch, "cuda")
     else:
         offsets = {"cu_seqlens": documents(q_len, batch, "cuda")}
-    return features(name, batch, heads, kv_len) | offsets
+    return features(name, batch, heads, kv_len, causal) | offsets
 
 
 def test_offsets_that_do_not_ascend_end() -> None:
@@ -199,19 +212,20 @@ def test_padding_may_hold_anything(name: str, length: int, head_dim: int, causal
 @pytest.mark.parametrize(
     ("head_dim", "name"),
     [(each, name) for each in (64, 128) for name in ("kv_lengths", "dropout", "sinks", "softcap", "alibi")]
+    + [(each, name) for each in (64, 128) for name in ("documents", "window", "kv_lengths window")]
     + [(256, name) for name in WIDE_NAMES]
     + [(136, "dropout"), (160, "precise_delta dropout"), (160, "alibi kv_lengths")],
 )
 @pytest.mark.parametrize("length", [1000, 2100])
 def test_250_repeats_agree_bit_for_bit(length: int, head_dim: int, name: str, causal: bool) -> None:
-    if ("window" in name or "documents" in name) and not causal:
+    if not causal and is_refused_by_query(name):
         pytest.skip("those have the portable kernels")
     if "dropout" in name and causal:
         length = length // 64 * 64
     *tensors, d_out = inputs(
         length, length, head_dim, torch.bfloat16, batch=16, heads=12, kv_heads=12, device="cuda"
     )  # fmt: skip
-    given = {"causal": causal, **features(name, 16, 12, length)}
+    given = {"causal": causal, **features(name, 16, 12, length, causal)}
     assert_repeats(run, flash(), tensors, d_out, **given)
 
 

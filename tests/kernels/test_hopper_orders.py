@@ -131,7 +131,8 @@ def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> N
         if number % 3:
             lengths = torch.randint(kv_len + 1, (batch,), generator=draw, dtype=torch.int32)
         tensors = Tensors(document_starts=starts, document_ends=ends, kv_lengths=lengths)
-        tensors, options = by_query(tensors, Options(False, 1.0, ragged=True), q_len, kv_len)
+        q, k = (torch.empty(batch, 1, length, width, dtype=torch.float16) for length in (q_len, kv_len))
+        tensors, options = by_query(tensors, Options(False, 1.0, ragged=True), q, k)
         starts, ends, key_end, row_start = _bounds(tensors, options, kv_len)
         for each in (starts, ends, key_end, row_start):
             assert (each.diff(dim=1) >= 0).all()
@@ -139,7 +140,6 @@ def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> N
         assert (row_start <= ends).all()
         assert 0 <= starts.min() <= key_end.max() <= kv_len
         assert 0 <= row_start.min() <= ends.max() <= q_len
-        q, k = (torch.empty(batch, 1, length, width, device="meta") for length in (q_len, kv_len))
         _, _, numbers, _ = hopper._prepare_backward(q, k, tensors, options)
         own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
         of_queries, of_keys = map(_argument, (starts, ends))

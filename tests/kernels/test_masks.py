@@ -139,7 +139,8 @@ def test_keys_of_queries_and_the_queries_of_keys(
         assert torch.equal(got.transpose(1, 2), want)
         lengths = ints([250, 0][:batch])
         options = masks.Options(False, 1.0, ragged=True)
-        padded, _ = masks.by_query(tensors._replace(kv_lengths=lengths), options, q_len, kv_len)
+        q, k = (torch.empty(batch, 1, length, 16, device=DEVICE) for length in (q_len, kv_len))
+        padded, _ = masks.by_query(tensors._replace(kv_lengths=lengths), options, q, k)
         got = seen_between(padded.document_starts, padded.document_ends, kv_len)
         assert torch.equal(got, want & (torch.arange(kv_len) < lengths.cpu()[:, None])[:, None])
 

@@ -79,7 +79,7 @@ def forward(
         lse: float32 (batch, heads, q_len), contiguous.
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
-    tensors, options = by_query(tensors, options, q.shape[2], k.shape[2])
+    tensors, options = by_query(tensors, options, q, k)
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
     padded, drop = tensors.kv_lengths is not None, drop_of(options.dropout_p)
@@ -205,7 +205,9 @@ def backward(
     """
     is_wide = tile_width(q.shape[3]) == WIDTH.value
     keys = WIDE_KEYS.value if is_wide else KEYS.value
-    unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys if options.left >= 0 else 0
+    unseen = 0
+    if options.left >= 0 and options.causal and tensors.kv_lengths is None:  # else by query: `_prepare_clear`
+        unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys
     zeros: tuple[Tensor | None, Tensor | None] = None, None
     if unseen:  # the window hides the first blocks of keys from every query
         if _clears_unseen(q, dk, dv):
@@ -215,7 +217,7 @@ def backward(
                 x[:, :, :unseen].zero_()
         k, v, dk, dv = (x[:, :, unseen:] for x in (k, v, dk, dv))
     low = out_low if options.precise_delta else None
-    tensors, options = by_query(tensors, options, q.shape[2], k.shape[2])
+    tensors, options = by_query(tensors, options, q, k)
     if is_wide:
         return _backward_wide(d_out, d_lse, out, low, lse, q, k, v, dq, dk, dv, delta, tensors, options)
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
