@@ -2,8 +2,8 @@
 
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
 features, wide_features and wide_padding (136 to 256), wide_dropout (dropout, and ALiBi beside padding, where neither
-was taken before), by_query (documents whose keys have offsets of their own, or with key padding), combined (features
-with each other and of other sizes; ../rows.py reads it).
+was taken before), by_query (documents whose keys have offsets of their own, or with key padding), full (documents and
+windows, and windows with padding), combined (features with each other and of other sizes; ../rows.py reads it).
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
@@ -69,7 +69,7 @@ class Inputs:
         if "precise" in p.feature:
             self.features["precise_delta"] = True
         if "window" in p.feature:
-            self.features["window"] = (512, 0)
+            self.features["window"] = (512, 0 if p.causal else 512)
         if {"documents", "own", "same"} & set(p.feature.split("+")):
             tokens, generator = batch * p.length, torch.Generator().manual_seed(0)
             ends = torch.randint(2, 2049, (tokens,), generator=generator).cumsum(0)
@@ -148,7 +148,7 @@ def contenders(p: Point) -> dict[str, Attend]:
         padded = "padding" in p.feature or "near" in p.feature
         if PART in ("wide_padding", "wide_dropout") and "dropout" in p.feature:
             found["sdpa_flash"] = functools.partial(library, "sdpa_flash")
-        elif PART in ("wide_features", "wide_padding") and not (padded and p.causal):
+        elif PART in ("wide_features", "wide_padding", "full") and not (padded and p.causal):
             found["fa4"] = fa4_itself
     elif PART != "ours":
         found |= {name: functools.partial(library, name) for name in LIBRARIES}

@@ -50,7 +50,7 @@ def every(kind: str, *ranges: tuple) -> list[Point]:
     return [Point(kind, *each) for each in itertools.product(*ranges)]
 
 
-BOTH, CAUSAL = (True, False), (True,)
+BOTH, CAUSAL, FULL = (True, False), (True,), (False,)
 ALONE, BOUNDS, SCORE_MODS = ("padding", "dropout", "sinks"), ("window", "documents"), ("softcap", "alibi")
 DIMS = (64, 128)
 PRECISE, SINKS = (tuple(f"{each}+{name}" for name in BOUNDS) for each in ("precise", "sinks"))
@@ -108,6 +108,16 @@ POINTS = {
         *every("tokens", (4096,), (96, 160, 192), CAUSAL, BY_QUERY),
         *every("tokens", (4096,), (128,), BOTH, OWN),
     ],
+    "full": [
+        *every("tokens", (4096, 1024, 16384), (64, 128), FULL, ("window", "documents")),
+        *every("tokens", (4096, 1024), (64, 128, 256), BOTH, ("window+padding",)),
+        *every("tokens", (4096, 1024), (256,), FULL, ("window", "documents")),
+        *every("512", (1024,), (64, 128, 256), FULL, ("window", "documents", "window+padding")),
+        *every("128", (512,), (64, 128, 256), FULL, ("window", "documents", "window+padding")),
+        *every("tokens", (2048,), (64, 128), FULL, ("window", "documents")),
+        *every("tokens", (4096,), (96, 160, 192), FULL, ("window", "documents")),
+        *every("row", (4096,), (64, 128), FULL, ("window+longer",)),
+    ],
     "wide_dropout": [
         *every("tokens", (4096, 1024), (136, 184), BOTH, ("dropout",)),
         *every("tokens", (4096, 1024), (160, 192), BOTH, ("precise+dropout",)),
@@ -159,6 +169,7 @@ POINTS = {
 TRIED = {
     "features": (("padding", "dropout"), BOTH),
     "by_query": (("own+longer", "same+padding"), BOTH),
+    "full": (("documents", "window+padding"), FULL),
     "wide_dropout": (("precise+dropout", "alibi+padding"), BOTH),
     "combined": (("precise+documents", "window+longer"), CAUSAL),
     "wide_features": (("softcap+window", "documents"), CAUSAL),
