@@ -151,18 +151,18 @@ def distinct(jobs: list[Job], form: Callable[[Job], Form]) -> dict[Job, Form]:
     return {job: each for each, job in reversed(found.items())}
 
 
-def pairwise(forms: dict[Job, Form]) -> list[Job]:
-    """The jobs without a feature, and others until every two values that met in a form of a kernel meet again."""
-    kernels: dict[tuple[int, str], dict[Job, set[tuple]]] = {}
+def once(forms: dict[Job, Form], head_dims: list[int]) -> list[Job]:
+    """The jobs of these head_dims without a feature, and others until each value and each feature that a kernel has
+    on an architecture, at other head_dims too, is in one of its jobs."""
+    kernels: dict[tuple[int, str], dict[Job, set[object]]] = {}
     for job, form in forms.items():
-        pairs = set(itertools.combinations(sorted(form), 2))
-        kernels.setdefault((job.architecture, job.kernel), {})[job] = pairs
-    selected = {job for job in forms if not job.feature}  # what most calls run
-    for pairs_of in kernels.values():
-        covered = (pairs_of[job] for job in selected & pairs_of.keys())
-        missing = set().union(*pairs_of.values()).difference(*covered)
+        kernels.setdefault((job.architecture, job.kernel), {})[job] = {*form, *job.feature.split()}
+    # What most calls run.
+    selected = {job for job in forms if not job.feature and job.head_dim in head_dims}
+    for has in kernels.values():
+        missing = set().union(*has.values()).difference(*(has[job] for job in selected & has.keys()))
         while missing:
-            job = max(pairs_of, key=lambda job: len(pairs_of[job] & missing))
+            job = max(has, key=lambda job: len(has[job] & missing))
             selected.add(job)
-            missing -= pairs_of[job]
+            missing -= has[job]
     return [job for job in forms if job in selected]

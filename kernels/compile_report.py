@@ -3,12 +3,12 @@
     python -m kernels.compile_report [--arch 80 90 100 gfx942] [--head-dim 64 128 256] [--with triton==3.9.0]
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
-ptxas (for AMD, LLVM); no GPU or driver is needed. --pairs compiles fewer kernels with features, but keeps every pair
-of compile-time values that occurs. The table has registers per thread, bytes spilled, shared memory, the tensor core
-instruction, the asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more than
-compile_budgets.toml allows, does not use tensor cores or (except history and AMD) asynchronous loads, has its wgmma
-serialised, creates a barrier that no warp uses, or does not compile. --with compiles with another Triton, which pip
-downloads (other_triton.py).
+ptxas (for AMD, LLVM); no GPU or driver is needed. --once leaves out combinations, where a spill may hide: it compiles
+these head_dims without a feature, and what else each feature and compile-time value of a kernel needs to be there
+once. The table has registers per thread, bytes spilled, shared memory, the tensor core instruction, asynchronous
+loads and ptxas's warnings. The exit code is 1 if a kernel spills more than compile_budgets.toml allows, does not use
+tensor cores or (except history and AMD) asynchronous loads, has its wgmma serialised, creates a barrier that no warp
+uses, or does not compile. --with compiles with another Triton, which pip downloads (other_triton.py).
 """
 
 import argparse
@@ -48,7 +48,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .compile_jobs import APART, FLASH3, GELU, HISTORY, STORED_P, TYPE_NAMES, Job, distinct, pairwise, shipped
+from .compile_jobs import APART, FLASH3, GELU, HISTORY, STORED_P, TYPE_NAMES, Job, distinct, once, shipped
 from .features import FEATURES
 from .flash import dropout
 from .flash.decode import decode_kernel
@@ -404,7 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
     tile_help = "compile this tile instead of the shipped ones"
     parser.add_argument("--tile", type=int, nargs=4, metavar=("M", "N", "WARPS", "STAGES"), help=tile_help)
     parser.add_argument("--kernel", choices=list(FUNCTIONS), nargs="+", default=list(FUNCTIONS))
-    parser.add_argument("--pairs", action="store_true", help="not every combination of compile-time values")
+    parser.add_argument("--once", action="store_true", help="each compile-time value, not each combination")
     options = parser.parse_args(arguments)
     architectures = [GPUS[name] for name in options.arch]
     jobs = [job for job in shipped(architectures, options.head_dim) if job.kernel in options.kernel]
@@ -422,7 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
         none = "no kernel is of all that --arch, --head-dim and --kernel name"
         sys.exit(f"kernels.compile_report: {left_out or none}")
     forms = distinct(jobs, form)
-    jobs = pairwise(forms) if options.pairs else list(forms)
+    jobs = once(forms, options.head_dim) if options.once else list(forms)
     started, failed = time.perf_counter(), 0
     print(f"triton {own}, {len(jobs)} kernels{left_out and '; ' + left_out}")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
