@@ -250,9 +250,9 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     words = job.feature.split()
     listed, padded = "block_mask" in words, "kv_lengths" in words
     bounded = "cu_seqlens" in words or "window" in words
-    absent = {} if "cu_seqlens" in words else dict.fromkeys(["DocumentStart", "DocumentEnd"])
-    by_query = "cu_seqlens" in words and ("cu_seqlens_k" in words or padded)  # `masks.by_query`
+    by_query = bounded and ("cu_seqlens_k" in words or padded or not job.causal)  # `masks.by_query`
     causal = job.causal and not by_query
+    absent = {} if "cu_seqlens" in words or by_query else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not by_query:
         absent |= dict.fromkeys(["KeyEnd", "RowStart"])
     if not listed:

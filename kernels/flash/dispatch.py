@@ -199,7 +199,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         request.head_dim > 192 and request.head_dim % 16
     )  # with padding by query 8 to 16 B, with dropout 4 to 20
     if which == "forward" and by_query and "kv_lengths" in features and odd:
-        return f"a head_dim that 16 divides with cu_seqlens and kv_lengths above 192, not {request.head_dim}"
+        return f"a head_dim that 16 divides with {by_query} above 192, not {request.head_dim}"
     if "dropout_p" in features and odd:
         return f"a head_dim that 16 divides with dropout_p above 192, not {request.head_dim}"
     # With these, d128 with dropout spills 4 to 44 B, and above 192 with precise_delta 4 to 68.
@@ -225,13 +225,15 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
     """What `FASTER`, `BY_QUERY` and `TIMED_WITH` ask for in addition, or None."""
     head_dim, length, heads = request.head_dim, request.length, request.heads
     features = request.features - NO_FORM[which]
+    if "cu_seqlens_k" in features:
+        features -= {"window"}  # the bounds of a call contain it
     asked = {name: FASTER.get((which, name), AS_WITHOUT) for name in ("", *sorted(features))}
     if by_query := _by_query(request):
         padded = "kv_lengths" in features
-        if "cu_seqlens" not in features:  # not timed
-            return (
-                "attention without kv_lengths combined with window" if padded else "causal=True with window"
-            )
+        if padded and "cu_seqlens" not in features:  # neither tested nor timed on a GPU, as what follows
+            return "attention without kv_lengths combined with window"
+        if not padded and "cu_seqlens_k" not in features:
+            return f"causal=True with {'cu_seqlens' if 'cu_seqlens' in features else 'window'}"
         asked[by_query] = BY_QUERY[which, padded]
     for name, rows in asked.items():
         with_name = f" with {name}" if name else ""

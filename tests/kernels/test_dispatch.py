@@ -108,13 +108,15 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "hopper",
             "4096 queries or more with cu_seqlens and cu_seqlens_k, not 2048",
         ),
-        ("cu_seqlens", {"causal": False, "head_dim": 128, "length": 2048}, "hopper", "hopper", None),
+        ("cu_seqlens cu_seqlens_k window", {"length": 4096, "heads": 8}, "hopper", "hopper", None),
+        ("cu_seqlens", {"causal": False, "head_dim": 128}, "triton", "triton", "causal=True with cu_seqlens"),
+        ("cu_seqlens", {"causal": False, "head_dim": 128, "tier": "hopper"}, "hopper", "hopper", None),
         (
-            "cu_seqlens",
-            {"causal": False, "head_dim": 128, "length": 1024},
+            "window kv_lengths",
+            {"tier": "hopper", "head_dim": 200},
             "triton",
             "hopper",
-            "2048 queries or more with cu_seqlens and causal=False, not 1024",
+            "a head_dim that 16 divides with window and kv_lengths above 192, not 200",
         ),
         *(
             (
@@ -432,7 +434,7 @@ def chosen(
         (Tensors(alibi_slopes=LIST), Options(True, 1.0), ("hopper", "hopper")),
         (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0), ("hopper", "hopper")),
-        (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "hopper")),
+        (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "triton")),
         (Tensors(None, None, None, LIST, LIST), Options(False, 1.0, ragged=True), ("triton", "hopper")),
         (
             Tensors(None, None, None, LIST, LIST),

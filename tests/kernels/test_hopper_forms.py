@@ -1,5 +1,5 @@
-"""What attention.tier=hopper accepts is compiled by compile_report: every combination of features, under the causal
-mask and of as many keys as queries. Under 1 s."""
+"""What attention.tier=hopper accepts is compiled by compile_report: every combination of features, causal and full,
+of as many keys as queries. 1 s."""
 
 import itertools
 from unittest import mock
@@ -29,19 +29,22 @@ def test_every_combination_that_is_accepted_is_compiled(
     monkeypatch.setattr(dispatch, "machine_lacks", lambda device: None)
     dispatch.choose.cache_clear()
     jobs = [job for job in shipped([90], [head_dim]) if job.kernel in KERNELS[which]]
-    compiled = {frozenset(job.feature.split()).difference(APART) for job in jobs if job.head_dim == head_dim}
+    jobs = [job for job in jobs if job.head_dim == head_dim]
+    compiled = {(job.causal, frozenset(job.feature.split()).difference(APART)) for job in jobs}
     accepted = set()
     for count in range(len(FEATURES) + 1):
-        for features in map(frozenset, itertools.combinations(FEATURES, count)):
+        for features, causal in itertools.product(itertools.combinations(FEATURES, count), (True, False)):
             device, dtype = torch.device("cuda"), torch.bfloat16
-            request = AttentionRequest(device, dtype, head_dim, features, tier="hopper", causal=True)
-            if dispatch.choose(which, request).kernels == "hopper":
-                form = features - dispatch.NO_FORM[which]
+            asked = AttentionRequest(
+                device, dtype, head_dim, frozenset(features), tier="hopper", causal=causal
+            )
+            if dispatch.choose(which, asked).kernels == "hopper":
+                form = asked.features - dispatch.NO_FORM[which]
                 # Documents and a window are one form: its left side is a number.
-                accepted.add(form - {"window"} if "cu_seqlens" in form else form)
+                accepted.add((causal, form - {"window"} if "cu_seqlens" in form else form))
     dispatch.choose.cache_clear()
-    assert frozenset() in accepted
-    assert accepted <= compiled, sorted(map(sorted, accepted - compiled))
+    assert {(True, frozenset()), (False, frozenset({"cu_seqlens"}))} <= accepted
+    assert accepted <= compiled, [(causal, sorted(form)) for causal, form in accepted - compiled]
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 72, 128, 256])

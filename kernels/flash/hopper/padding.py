@@ -1,5 +1,5 @@
-"""Key padding in the Hopper kernels: kv_lengths, the number of keys of each batch. Beside documents the bounds by
-query end where it begins (bounds.py).
+"""Key padding in the Hopper kernels: kv_lengths, the number of keys of each batch. Beside documents and windows the
+bounds by query end where it begins (bounds.py).
 
 Neither pass visits a block of keys that is all padding: the forward's tiles end before it, and the backward passes
 over its work item, whose dK and dV `clear_kernel` sets to 0; above head_dim 128 the item has no step (wide_dkdv.py).
