@@ -75,6 +75,8 @@ class Contender:
         self.name, self.device, self.dtype, self.vocab_size = name, device, dtype, config.vocab_size
         self.accumulation, self.graphs = accumulation, graphs
         self._record = graphs and compiler is None
+        ours = not name.startswith((NANOGPT, HF_EAGER, HF_SDPA))
+        self._together = graphs or (ours and compiler is None)  # as `training.building` has it
         self._pool = pool
         self.model, self._loss = self._build(config, _compiler(dtype, compiler, graphs), nanogpt_path)
         self.model.train()
@@ -115,7 +117,11 @@ class Contender:
             with self._autocast():
                 loss = self._loss(tokens, targets, seed)
             yield
-            add_gradients(self.scaler.scale(loss / self.accumulation), self.model)
+            loss = self.scaler.scale(loss / self.accumulation)
+            if self._together:
+                add_gradients(loss, self.model)
+            else:
+                loss.backward()
             yield
         update(self.model, self.optimizer, self.scaler, keep_gradients=self.graphs)
         yield

@@ -35,6 +35,7 @@ class Built:
     eval_model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    together: bool  # without an exchange, gradients are added in a few launches: `cuda_graphs.add_gradients`
 
 
 def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], None]) -> Built:
@@ -65,18 +66,18 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
         train_model = replicated(model, plan.layout.mesh, parallel.gradient_dtype, ended)
     if computation.graphs and not computation.compiled:
         local = _recorded(model, plan)
-        return Built(model, local, local, model, optimizer, scaler)
+        return Built(model, local, local, model, optimizer, scaler, together=True)
     if not computation.compiled and not in_blocks and plan.world.size == 1:
         local = cast_together(model, computation.dtype)
-        return Built(model, local, local, model, optimizer, scaler)
+        return Built(model, local, local, model, optimizer, scaler, together=True)
     if not computation.compiled or in_blocks:
-        return Built(model, train_model, model, model, optimizer, scaler)
+        return Built(model, train_model, model, model, optimizer, scaler, together=False)
     dtype, graphs = computation.dtype, partial(compiled_to_graphs, whole=computation.whole)
     trained = local = graphs(model, dtype) if computation.graphs else compiled(Local(model), dtype)
     if train_model is not model:
         # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
         trained = (replayed if computation.graphs else compiled)(train_model, dtype)
-    return Built(model, trained, local, compiled(model, dtype), optimizer, scaler)
+    return Built(model, trained, local, compiled(model, dtype), optimizer, scaler, computation.graphs)
 
 
 def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:

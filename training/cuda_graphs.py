@@ -146,7 +146,8 @@ def recorded(
 
 
 def add_gradients(loss: Tensor, model: nn.Module) -> None:
-    """As loss.backward() without hooks: autograd would launch a kernel for each parameter, this launches a few.
+    """As loss.backward(), but where gradients are there, without post-accumulate-grad hooks: autograd would launch a
+    kernel for each parameter, this launches a few, and holds all new gradients until then.
 
     In the calling thread: autograd's own waits for Python's lock at each operator of ours.
     """

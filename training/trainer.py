@@ -104,9 +104,8 @@ class Trainer:
         built = build(self.plan, initial, self.throughput.begins)
         self.model, self.optimizer, self.scaler = built.model, built.optimizer, built.scaler
         self.train_model, self.local_model = built.train_model, built.local_model
-        self.eval_model = built.eval_model
+        self.eval_model, self.together = built.eval_model, built.together
         self.sharded = config.parallel.shard is not Shard.none
-        self.alone = ranks.size == 1 and not self.sharded  # no hook waits for a gradient
         self.saver = Saver(self.plan, built)
         self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
         self.slow: set[int] = set()  # the ranks that were named as slow
@@ -263,7 +262,7 @@ class Trainer:
             self.saver.keep_up()
             self.watch.tick(f"in the backward of step {step + 1:,}")
             share = self.scaler.scale(loss / computation.accumulation)
-            if model is self.local_model and (computation.graphs or self.alone):
+            if model is self.local_model and self.together:
                 add_gradients(share, self.model)
             else:
                 share.backward()

@@ -31,6 +31,7 @@ from training.config import AttentionConfig, ConfigError, Precision
 from training.console import Progress
 from training.load_run import load_run
 from training.loggers import CsvLogger
+from training.precision import cast_together
 from training.trainer import Trainer, train
 
 
@@ -73,18 +74,24 @@ def test_load_run_finds_the_runs_tokenizer_and_refuses_a_changed_one(config, tmp
 def test_a_run_alone_ends_with_the_weights_of_autograds_own_casts_and_additions(
     config, tmp_path, monkeypatch
 ):
-    ended, added = [], []
+    ended, added, called = [], [], []
 
     def as_autograd(loss, model):
         added.append(loss)
         loss.backward()
+
+    def together(model, dtype):
+        local = cast_together(model, dtype)
+        return lambda *tensors, **named: called.append(dtype) or local(*tensors, **named)
+
+    monkeypatch.setattr(building, "cast_together", together)
 
     for folder in (tmp_path / "few", tmp_path / "each"):
         train(having(config, steps=3, micro_batch=1, precision=Precision.bf16), folder)
         ended.append(load_run(folder)[0].state_dict())
         monkeypatch.setattr(trainer, "add_gradients", as_autograd)
         monkeypatch.setattr(building, "cast_together", lambda model, dtype: model)
-    assert len(added) == 3 * 2  # micro-steps
+    assert len(added) == len(called) == 3 * 2  # micro-steps
     torch.testing.assert_close(*ended, rtol=0, atol=0)
 
 
