@@ -306,7 +306,7 @@ def why_portable(
     """Why portable kernels serve such calls on a GPU for which the backend has faster ones: what those would need.
 
         >>> why_portable("flash", device=q.device, dtype=q.dtype, head_dim=80, length=4096, softcap=30.0)
-        "those for Hopper need head_dim 64 or 128 with softcap, not 80"
+        "those for Hopper need head_dim 64 or 128 or 136 to 256 with softcap, not 80"
 
     The arguments are `attention_tier`'s. None if the faster ones serve, if there are none for the device, or if
     `tier` leaves no choice.

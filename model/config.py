@@ -26,9 +26,8 @@ class GPTConfig:
     n_head: int = 12  # attention heads per block; n_embd / n_head is the head dimension
     n_embd: int = 768  # width of the residual stream; the MLP is four times as wide
     dropout: float = 0.0  # probability, for embeddings, residual branches and attention weights alike
-    document_end: int | None = (
-        None  # token id that ends a document, which the next one does not see; None: one text
-    )
+    # Token id that ends a document, which the next one does not see; None: one text. train.py: data.document_mask.
+    document_end: int | None = None
     scale_attn_by_inverse_layer_idx: bool = False  # divide the scores of block i (from 0) by i + 1 (Mistral)
     # Heads of keys and values, which n_head / n_kv_head heads of queries share (arXiv 2305.13245). null: n_head.
     n_kv_head: int | None = None

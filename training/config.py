@@ -70,7 +70,7 @@ class Precision(Enum):
 
 
 class WandbMode(Enum):
-    auto = "auto"  # online when an API key is configured, else offline, never a prompt
+    auto = "auto"  # what WANDB_MODE says; else online when an API key is configured, else offline, never a prompt
     online = "online"  # to the server; if it does not answer, the run does not begin
     offline = "offline"  # into the run directory, for `wandb sync` or `wandb leet`
 
@@ -97,7 +97,8 @@ class ModelConfig(GPTConfig):
     loss: Layers = Layers.auto
     # The blocks' other layers. Fused (kernels.layers): one kernel for a bias and its GELU, one for a bias, dropout,
     # residual addition and the LayerNorm that follows; the dropout mask is not stored. The token embedding is fused
-    # too, with a gradient that is bit for bit repeatable, also under torch.compile.
+    # too, with a gradient that is bit for bit repeatable, also under torch.compile. auto: with rmsnorm or another mlp
+    # torch.
     block: Layers = Layers.auto
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ DRIFTS_FROM = 4096  # the context, in tokens, from which attention.precise_delta
 class AttentionConfig:
     """Which attention backend the model is given, and how it works."""
 
-    # A name in `kernels.ATTENTION`, or auto: flash on a GPU.
+    # A name in `kernels.ATTENTION`, or auto: flash on a GPU (above head_dim 128 where it beats sdpa), else sdpa.
     name: str = "auto"
     # For flash, which of its kernels may run: triton (portable), hopper (sm_90), or auto, the fastest that apply.
     tier: str = "auto"

@@ -55,8 +55,8 @@ def flash_attention(
 
     Memory beyond inputs and outputs: 4 bytes per query and head for the log-sum-exp, and 4 more during the backward;
     with documents 8 bytes per token (with cu_seqlens_k per query, in the backward per key too; on the Hopper kernels
-    8 per query and key more where documents or a window are full or beside padding); with a block mask 12 bytes per
-    mask element. The Hopper backward up to head_dim 128 sums dQ in float32, 256 or 512 bytes per query and
+    8 more per query and key where documents or a window are not causal, or beside padding); with a block mask 12
+    bytes per mask element. The Hopper backward up to head_dim 128 sums dQ in float32, 256 or 512 bytes per query and
     head while it runs; with grouped heads it also holds dk and dv of every query head, in q's dtype.
 
     dropout_seed: under a CUDA graph a tensor on the device; a number, or a CPU tensor, is captured as a constant.

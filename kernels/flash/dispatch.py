@@ -230,7 +230,7 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
     asked = {name: FASTER.get((which, name), AS_WITHOUT) for name in ("", *sorted(features))}
     if by_query := _by_query(request):
         padded = "kv_lengths" in features
-        if padded and "cu_seqlens" not in features:  # neither tested nor timed on a GPU, as what follows
+        if padded and "cu_seqlens" not in features:  # neither this nor the next was tested or timed on a GPU
             return "attention without kv_lengths combined with window"
         if not padded and "cu_seqlens_k" not in features:
             return f"causal=True with {'cu_seqlens' if 'cu_seqlens' in features else 'window'}"
