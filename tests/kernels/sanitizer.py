@@ -162,6 +162,13 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_wide_documents_padding": lambda: attend(
             "hopper", 256, 1000, 1000, **features()["documents with padding"]
         ),
+        "hopper_full_window": lambda: attend(
+            "hopper", 128, 130, 700, kv_heads=2, causal=False, window=(90, 20)
+        ),
+        "hopper_window_padding": lambda: attend("hopper", 64, 300, 500, window=(90, 0), **padding(433, 1)),
+        "hopper_wide_full_window_padding": lambda: attend(
+            "hopper", 256, 300, 130, causal=False, window=(90, 20), **padding(77, 130)
+        ),
         "hopper_claimed": lambda: attend("hopper", 128, 2100, 2100),
         "hopper_padded": lambda: attend("hopper", 72, 130, 190, kv_heads=2),
         "hopper_wide_padded": lambda: attend("hopper", 136, 130, 190, kv_heads=2),
