@@ -94,7 +94,9 @@ plain = {job for job in forms if not job.feature and job.head_dim in (64, 128, 2
 print(plain <= set(selected), len(set(selected)) == len(selected))
 
 # Without the forms: every kernel; the portable ones on every GPU; the Hopper ones with all that they can do.
-found = {(job.architecture, job.kernel, word) for job in selected for word in [*job.feature.split(), ""]}
+taken = {forms[job] for job in selected}
+words = [(job, [*job.feature.split(), ""]) for job in jobs if form(job) in taken]  # some are one kernel
+found = {(job.architecture, job.kernel, word) for job, each in words for word in each}
 print({kernel for _, kernel, _ in found} == FUNCTIONS.keys())
 portable = {(gpu, kernel, "dropout_p") for gpu in GPUS.values() for kernel in ("forward", "dq", "dkdv")}
 portable |= {(gpu, "dkdv", "gqa") for gpu in GPUS.values()}
