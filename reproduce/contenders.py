@@ -119,7 +119,7 @@ class Contender:
             yield
             loss = self.scaler.scale(loss / self.accumulation)
             if self._together:
-                add_gradients(loss, self.model)
+                add_gradients(loss, self.model, self.graphs)
             else:
                 loss.backward()
             yield

@@ -145,14 +145,14 @@ def recorded(
     return replay
 
 
-def add_gradients(loss: Tensor, model: nn.Module) -> None:
+def add_gradients(loss: Tensor, model: nn.Module, graphs: bool = False) -> None:
     """As loss.backward(), but where gradients are there, without post-accumulate-grad hooks: autograd would launch a
     kernel for each parameter, this launches a few, and holds all new gradients until then.
 
-    In the calling thread: autograd's own waits for Python's lock at each operator of ours.
+    Without graphs in the calling thread: autograd's own waits for Python's lock at each operator of ours.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with torch.autograd.set_multithreading_enabled(False):
+    with torch.autograd.set_multithreading_enabled(graphs):
         if any(parameter.grad is None for parameter in parameters):
             return loss.backward()  # which launches nothing where there is nothing to add to
         new = torch.autograd.grad(loss, parameters, allow_unused=True)  # None: summed by its product

@@ -263,7 +263,7 @@ class Trainer:
             self.watch.tick(f"in the backward of step {step + 1:,}")
             share = self.scaler.scale(loss / computation.accumulation)
             if model is self.local_model and self.together:
-                add_gradients(share, self.model)
+                add_gradients(share, self.model, computation.graphs)
             else:
                 share.backward()
             total += loss.detach() / computation.accumulation

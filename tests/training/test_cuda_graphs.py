@@ -161,7 +161,7 @@ def test_what_is_cast_and_added_in_a_few_launches_has_autograds_bits(frozen, blo
     assert casts[0] - casts[1] == blocks
 
 
-def test_gradients_are_added_in_the_calling_thread():
+def test_without_graphs_gradients_are_added_in_the_calling_thread():
     seen = []
 
     class Noticed(torch.autograd.Function):
@@ -177,9 +177,10 @@ def test_gradients_are_added_in_the_calling_thread():
     model = torch.nn.Linear(3, 2)
     for _ in range(2):  # without gradients, and with
         add_gradients(Noticed.apply(model(torch.ones(1, 3))).sum(), model)
-    assert seen == [False, False]
+    add_gradients(Noticed.apply(model(torch.ones(1, 3))).sum(), model, graphs=True)  # as it was timed
+    assert seen == [False, False, True]
     assert torch._C._is_multithreading_enabled()
-    torch.testing.assert_close(model.weight.grad, torch.full((2, 3), 2.0))
+    torch.testing.assert_close(model.weight.grad, torch.full((2, 3), 3.0))
 
 
 def test_a_frozen_weight_gets_no_gradient():

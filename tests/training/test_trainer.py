@@ -76,7 +76,7 @@ def test_a_run_alone_ends_with_the_weights_of_autograds_own_casts_and_additions(
 ):
     ended, added, called = [], [], []
 
-    def as_autograd(loss, model):
+    def as_autograd(loss, model, graphs):
         added.append(loss)
         loss.backward()
 
