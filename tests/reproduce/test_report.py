@@ -787,7 +787,10 @@ def page_of(**statuses: list[tuple[str, str, bool]]) -> Page:
 
 
 def test_the_first_screen_shows_the_least_flattering_figure_of_each_subject():
-    stack, curve = "gpt2_small, whole stack: ours with flash", "validation curve of flash against naive"
+    stack, curve = (
+        "gpt2_small, whole stack: ours with flash",
+        "validation curve of flash against naive, small",
+    )
     page = page_of()
     for claim, what, ratio, status, basis in (
         ("C11", f"{stack}, torch's layers", 1.2, "reproduced", "A"),
@@ -805,7 +808,12 @@ def test_the_first_screen_shows_the_least_flattering_figure_of_each_subject():
     assert perplexity[3:] == ["[A](A.json): A's; [B](B.json): B's", "A: reproduced; B: not reproduced"]
     pairs = Verdict("C12", "flash minus naive, mean over 3 pairs", "0", "0.1", None, "reproduced", basis="A")
     page.claims["C12"].figures.append(Figure(pairs, "pairs.json"))
-    assert first_rows(page)[2][3:] == ["[A](pairs.json): 0.1", "reproduced"]
+    subject, what, _, ours, statuses = first_rows(page)[2]
+    assert (subject, what) == ("perplexity", "flash minus naive, mean over 3 pairs")
+    assert ours == "[A](pairs.json): 0.1"
+    assert statuses == "mean: reproduced; one pair, A: reproduced; one pair, B: not reproduced"
+    chips = as_html(page).partition("mean <span class=")[2].partition("</tr>")[0]
+    assert re.findall(r'class="chip (\w+)"', f"class={chips}") == ["good", "good", "bad"]
 
 
 def test_claims_are_counted_by_claim_and_a_figure_of_a_cpu_and_a_gpu_once():
@@ -895,12 +903,18 @@ def test_numbers_are_told_in_words():
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_committed_results_give_a_report_that_is_read_in_minutes(tmp_path):
-    """At most 2,000 words before the appendix, a row for each of three subjects, a line a claim, GPUs first."""
+    """At most 1,400 words before the appendix, a row for each of three subjects, a line a claim, GPUs first. Notes of
+    runs are with the runs."""
     shutil.copytree("results", tmp_path / "results")
     assert main(["report", "--results", str(tmp_path / "results")]) == 0
     text = (tmp_path / "results" / "REPORT.md").read_text()
     front, _, appendix = text.partition("# Appendix")
-    assert len(front.split()) <= 2000
+    assert len(front.split()) <= 1400
+    page = (tmp_path / "results" / "report.html").read_text()
+    for whole, runs, link in ((text, "\n## C. Runs\n", "](#c-runs)"), (page, "<h2 id=runs>", 'href="#runs"')):
+        assert link in whole
+        assert "is partial: not all of it was run" in whole.partition(runs)[2]
+    assert "is partial" not in front + page.partition("<h2 id=appendix>")[0]
     first = re.findall(
         r"^\| (\w+) \|.*\]\(nvidia-[\w-]+/[\w.]+\.json\): .*(?:reproduced|compar).* \|$", front, re.MULTILINE
     )  # a link each
