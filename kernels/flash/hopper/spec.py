@@ -120,8 +120,10 @@ def specify(
     # 0.92 to 1.00 at head_dim 128, where they do if a causal call has few tiles and else come after. Two consumers at
     # head_dim 64 take 1.03 to 1.09 with it, but 0.94 to 0.97 at 256 queries. With other features, and grouped heads
     # of few tiles, it gains at one length and loses at another, 0.87 to 1.12; these go without (LOG.md).
-    before_wait = dynamic and (causal or bounded and many) and (many or width > 64) and not drop
-    if width > 128 and not uneven:
+    before_wait = dynamic and causal and (many or width > 64) and not drop
+    if bounded and not causal:
+        before_wait = many or head_dim > 192
+    elif width > 128 and not uneven:
         before_wait = not dynamic and not rest_of(head_dim)
     elif not any(features):
         before_wait = many or (causal and few and width == 128)
