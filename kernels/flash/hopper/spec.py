@@ -60,13 +60,11 @@ def has_few_tiles(head_dim: int, q_len: int, group: int, *features: object) -> b
 
 def _is_out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, *features: object) -> bool:
     """Whether TMA stores out, from its Q's slot; above head_dim 128 consumers have none each. features: as above."""
-    bounded, listed, padded, *others = features
-    if head_dim > 128 or listed or any(others):
+    bounded, listed, padded, drop, softcap, precise = features
+    if head_dim > 128 or listed or softcap or precise:
         return False
-    if bounded:  # 0.92 to 0.99 of the time; with 128 tiles in all up to 1.11
+    if bounded or padded or drop:  # 0.91 to 1.00 of the time; bounded, with 128 tiles in all, up to 1.11
         return True
-    if padded:  # at head_dim 128, full: 0.94 to 0.98 of the time; at 64 1.00; causal not timed
-        return head_dim > 64 and not causal
     if q_len <= FEW:
         return group == 1 and (head_dim > 64 or 128 < q_len <= 256)
     return head_dim > 64 or q_len >= MANY_FROM[causal]
