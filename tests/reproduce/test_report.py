@@ -1054,7 +1054,7 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     assert main(["report", "--results", str(tmp_path)]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert [line for line in notes if "head_dim above 128" in line] == [
-        f"note: attention on {GPU}, traffic on {GPU}, {older_code.FASTER_SINCE[old].words}"
+        f"note: attention on {GPU}, traffic on {GPU}, {older_code.FASTER_SINCE[old][0].words}"
     ]
     assert f"note: of training on {GPU}, 1 process timed small eager gpt2_small 1024" in notes
     assert not any("code has changed" in line for line in notes)
