@@ -126,7 +126,7 @@ def specify(
     # query, exponentials before the wait take 0.94 to 1.01 at 256, 0.98 to 1.03 at 192.
     before_wait = dynamic and causal and (many or width > 64) and not drop
     if bounded and not causal:
-        before_wait = many or head_dim > 192
+        before_wait = many or (head_dim > 192 and not precise)  # both: 28 B spilled
     elif width > 128 and not uneven:
         before_wait = not dynamic and not rest_of(head_dim)
     elif not any(features):
