@@ -24,6 +24,7 @@ ATTENTION = {
     "torch: cuDNN": "sdpa_cudnn",
     "FlexAttention": "flex",
     "standard": "standard",
+    "standard, cut": "standard+cut",
 }
 # Columns of the training tables.
 GROUPS = {

@@ -27,7 +27,7 @@ TIERS = ("auto", "triton", "hopper")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 16, 256
 HOPPER_DTYPES = (torch.float16, torch.bfloat16)
-# The Hopper kernels combine none of SCORE_MODS with one of NOT_COMBINED_WITH; see hopper/score_mods.py.
+# The Hopper kernels combine none of SCORE_MODS with one of NOT_COMBINED_WITH: to try, by kernels/log/hopper_masks.md.
 SCORE_MODS = ("alibi_slopes", "softcap")
 NOT_COMBINED_WITH = frozenset({"block_mask", "dropout_p", "sinks", *SCORE_MODS})
 SOFTCAP_MAX = 64.0  # their tanh is exact enough up to it; see hopper/score_mods.py

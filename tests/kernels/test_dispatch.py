@@ -1,7 +1,9 @@
 """Which of flash's kernels run, and why, as on a Hopper GPU. Under 1 s."""
 
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -490,3 +492,48 @@ def test_what_only_a_call_knows_sends_it_to_the_portable_kernels_or_is_named() -
             chosen(**{"tensors": Tensors(), "options": hopper} | case)
     with pytest.raises(AttentionError, match="tier=hoper is none of auto, triton, hopper"):
         chosen(Tensors(), plain._replace(tier="hoper"))
+
+
+def rows_of_the_docs() -> list[tuple[set[str], set[str], bool, int, bool, tuple[str, ...]]]:
+    """Arguments, what they are beside, whether not by query, above which head_dim, whether odd ones alone, passes."""
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    text = page.partition("\n## What the Hopper kernels do not combine\n")[2].partition("\n## ")[0]
+    rows = []
+    for line in [line for line in text.splitlines() if line.startswith("| `")]:
+        argument, beside, head_dim, passes, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        beside, unless, _ = beside.replace("`", "").partition(", not by query")
+        least, odd = re.fullmatch(r"(?:all|above (\d+))(, no multiple of 16)?", head_dim).groups()
+        which = ("forward", "backward") if passes == "both" else (passes,)
+        arguments = set(argument.replace("`", "").split(", "))
+        rows.append((arguments, set(beside.split(", ")), bool(unless), int(least or 0), bool(odd), which))
+    return rows
+
+
+def test_the_docs_table_has_just_what_the_hopper_kernels_do_not_combine() -> None:
+    """Up to three features beside each other: each row refuses a call that no other does, and the rows all calls."""
+    rows, decisive = rows_of_the_docs(), set()
+    names = sorted(dispatch.FEATURES.keys() - {"return_lse"})
+    sets = [frozenset(each) for count in range(4) for each in itertools.combinations(names, count)]
+    sets = [each for each in sets if "cu_seqlens" in each or "cu_seqlens_k" not in each]
+    head_dims = 64, 72, 128, 136, 192, 200, 208
+    for features, head_dim, causal, apart in itertools.product(sets, head_dims, (True, False), (0, 32, 64)):
+        asked = {"length": 1024, "kv_len": 1024 + apart, "causal": causal, "tier": "hopper"}
+        request = AttentionRequest(torch.device("cuda"), torch.bfloat16, head_dim, features, **asked)
+        by_query = dispatch._by_query(request) is not None
+        there = {"nothing", *features} | ({"by query"} if by_query else set())
+        for multiple in (64, 128):
+            if apart % multiple:
+                words = f"apart by no multiple of {multiple}"
+                there |= {words, f"causal and {words}"} if causal else {words}
+        found = [
+            (number, which)
+            for number, (arguments, beside, unless, least, odd, passes) in enumerate(rows)
+            if arguments & features and beside & there and head_dim > least and (head_dim % 16 or not odd)
+            if not (unless and by_query)
+            for which in passes
+        ]
+        for which in ("forward", "backward"):
+            its = [number for number, one in found if one == which]
+            assert bool(dispatch.hopper_needs(which, request)) == bool(its), (which, request)
+            decisive |= set(its) if len(its) == 1 else set()
+    assert decisive == set(range(len(rows)))

@@ -214,7 +214,8 @@ def test_padding_may_hold_anything(name: str, length: int, head_dim: int, causal
     [(each, name) for each in (64, 128) for name in ("kv_lengths", "dropout", "sinks", "softcap", "alibi")]
     + [(each, name) for each in (64, 128) for name in ("documents", "window", "kv_lengths window")]
     + [(256, name) for name in WIDE_NAMES]
-    + [(136, "dropout"), (160, "precise_delta dropout"), (160, "alibi kv_lengths")],
+    + [(136, "dropout"), (160, "precise_delta dropout"), (160, "alibi kv_lengths")]
+    + [(96, "kv_lengths"), (96, "dropout"), (192, "kv_lengths"), (192, "dropout"), (192, "documents")],
 )
 @pytest.mark.parametrize("length", [1000, 2100])
 def test_250_repeats_agree_bit_for_bit(length: int, head_dim: int, name: str, causal: bool) -> None:

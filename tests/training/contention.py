@@ -6,8 +6,8 @@
 As many processes as run the GPU tests repeat a step of one batch with weights that stay as they are, and say which
 gradients differ from the first time, last layer first, as the backward comes to them. Some replay CUDA graphs, some
 do not, some have the portable attention, some find NaN in the memory that they are given, and some run the Hopper
-kernels' attention alone, with NaN in all that they do not write. The exit status is 1 if a step differs or a process
-fails. --device cpu runs two processes, to see that it works.
+kernels' attention alone, each the forms of a head_dim in turns, with NaN in all that they do not write. The exit
+status is 1 if a step differs or a process fails. --device cpu runs four processes, to see that it works.
 
 Processes that share a GPU take turns on it, in the middle of a kernel. A bug that shows only so was found with this:
 kernels/LOG.md, "A barrier that nobody used".
@@ -29,12 +29,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels import get_attention
+from tests.kernels.accuracy import inputs, unequal_documents
 from tests.training import test_gpu
 from training.config import AttentionConfig, Config, Precision
 from training.distributed import world
 from training.trainer import Trainer
 
-SHARE = ["graphs"] * 5 + ["no graphs"] * 2 + ["poisoned"] * 2 + ["portable"] * 2 + ["attention"] * 3
+# Features beside each other of the processes that run attention alone, each process with a head_dim.
+FORMS = {
+    "attention 64": ("", "padding, dropout", "own offsets"),
+    "attention 128": ("", "window over twice as many keys", "own offsets, padding"),
+    "attention 256": ("", "dropout", "window, padding"),
+}
+SHARE = ["graphs"] * 5 + ["no graphs"] * 2 + ["poisoned"] * 2 + ["portable"] * 2 + list(FORMS)
 Tensor = torch.Tensor
 
 
@@ -75,28 +82,44 @@ def repeat_training(mode: str, seconds: float, folder: Path, device: str) -> int
         return compare(mode, step, seconds)
 
 
-def repeat_attention(seconds: float, device: str) -> int:
+def repeat_attention(mode: str, seconds: float, device: str) -> int:
     on_cpu = device == "cpu"
     attention = partial(get_attention("flash"), tier="triton" if on_cpu else "hopper", return_lse=True)
-    shape, dtype = ((1, 64, 3, 2, 32), torch.float16) if on_cpu else ((4, 1024, 3, 12, 64), torch.bfloat16)
-    qkv = torch.randn(shape, device=device, dtype=dtype)
-    inputs = [each.requires_grad_() for each in qkv.permute(2, 0, 3, 1, 4).unbind()]
-    d_out = torch.randn(shape[:2] + shape[3:], device=device, dtype=dtype).transpose(1, 2)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors, the sum of dQ too, with NaN
     torch.utils.deterministic.fill_uninitialized_memory = True
+    head_dim, dtype = (32, torch.float16) if on_cpu else (int(mode.split()[1]), torch.bfloat16)
+    batch, length, heads = (1, 64, 2) if on_cpu else (4, 1024, 12)
+    calls = {}
+    for form in FORMS[mode]:
+        kv_len = length * (2 if "twice" in form else 1)
+        sizes = {"batch": batch, "heads": heads, "kv_heads": heads, "device": device}
+        given: dict[str, object] = unequal_documents(length, kv_len, batch, device) if "own" in form else {}
+        if "window" in form:
+            given["window"] = length // 8, 0
+        if "padding" in form:
+            lengths = torch.arange(1, batch + 1) * kv_len // (batch + 1)
+            given["kv_lengths"] = lengths.to(device, torch.int32)
+        if "dropout" in form:
+            given |= {"dropout_p": 0.1, "dropout_seed": 1}
+        calls[form] = inputs(length, kv_len, head_dim, dtype, **sizes), given
 
     def poison_processors() -> None:
         if not on_cpu:
             poison[(264,)](num_warps=4)
 
     def step() -> dict[str, Tensor]:
-        poison_processors()
-        out, lse = attention(*inputs)
-        poison_processors()
-        gradients = torch.autograd.grad(out, inputs, d_out)
-        return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        results = {}
+        for form, ((*qkv, d_out), given) in calls.items():
+            poison_processors()
+            out, lse = attention(*qkv, **given)
+            poison_processors()
+            gradients = torch.autograd.grad(out, qkv, d_out)
+            lse = lse.clamp(min=-1000)  # -inf where a query sees no key
+            got = zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
+            results |= {f"{form}: {name}": each.detach() for name, each in got}
+        return results
 
-    return compare("attention", step, seconds)
+    return compare(mode, step, seconds)
 
 
 def poison_free_memory() -> None:
@@ -142,8 +165,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--mode", help="what one process of them does")
     options = parser.parse_args()
-    if options.mode == "attention":
-        return repeat_attention(options.seconds, options.device)
+    if options.mode in FORMS:
+        return repeat_attention(options.mode, options.seconds, options.device)
     if options.mode is not None:
         with tempfile.TemporaryDirectory() as folder:
             return repeat_training(options.mode, options.seconds, Path(folder), options.device)
@@ -154,7 +177,7 @@ def main() -> int:
         return sum(each.wait() != 0 for each in started)
 
     if options.device == "cpu":
-        return together(["graphs", "attention"], options.seconds)
+        return together(["graphs", *FORMS], options.seconds)
     together(list(dict.fromkeys(SHARE)), 1)  # fills the caches
     failed = together(SHARE, options.seconds)
     print(f"{len(SHARE)} processes, {failed} of them failed")
