@@ -2,8 +2,9 @@
 
 import itertools
 import math
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from . import paper, plots
@@ -53,6 +54,18 @@ def over(sample: Sample) -> str:
         words += f"; compiled, standard attention takes {compiled.shown()} our time"
     libraries = {name: gain(sample, name, OURS) for name in (EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK)}
     return words + "".join(f", {name} {found.shown()}" for name, found in libraries.items() if found)
+
+
+def _untimed_libraries(results: Results, sample: Sample) -> str:
+    """Which library's attention was not timed with a mask, and what its check says against it."""
+    if sample["mask"] == "plain":
+        return ""
+    where = {key: sample[key] for key in ("head_dim", "causal", "mask", "length")}
+    # FlexAttention with a mask is not even checked with dropout, as without one it refuses that.
+    names = (EFFICIENT_MASK, CUDNN_MASK, "flex" if "dropout" in sample["mask"] else FLEX_MASK)
+    found = {name: _why_untimed(results, name, **where) for name in names if name not in sample["ms"]}
+    short = {name: re.split(r"; |\. ", why.rpartition("here: ")[2])[0] for name, why in found.items() if why}
+    return f"; not timed: {', '.join(f'{name} ({why})' for name, why in short.items())}" * bool(short)
 
 
 def _without_cut(samples: list[Sample]) -> str:
@@ -134,7 +147,8 @@ def _judge_speed(results: Results, found: Verdicts) -> None:
                 theirs = paper.FA1_MS[mask, BASELINE][n] / paper.FA1_MS[mask, OURS][n]
                 passed, why = round(faster.low, 2) >= round(theirs, 2), "at least the paper's speed-up"
                 what = f"{BASELINE}/{OURS} time, {words}, {n} tokens"
-                found.times("C7", what, theirs, faster, passed, f"{why}; {over(sample)}")
+                why += f"; {over(sample)}{_untimed_libraries(results, sample)}"
+                found.times("C7", what, theirs, faster, passed, why)
     for sample, faster in _speedups(results, figure="fa2", head_dim=256):
         if (n := sample["length"]) in MIDDLE:
             causal = "causal" if sample["causal"] else "full"
@@ -229,44 +243,61 @@ def _judge_approximate(results: Results, found: Verdicts) -> None:
             continue
         slower = [versus(took(sample, OURS), took(sample, name)) == SLOWER for sample, _ in ratios]
         from_there_on = [sample["length"] for place, (sample, _) in enumerate(ratios) if all(slower[place:])]
-        overtakes, longest, last = min(from_there_on, default=None), ratios[-1][0]["length"], ratios[-1][1]
-        shown = f"from {overtakes} tokens on" if overtakes else f"nowhere up to {longest}"
-        why = (
-            "a length exists; in eager PyTorch, as the paper timed it, and nothing is said of its quality; at "
+        overtakes, longest, last = min(from_there_on, default=0), ratios[-1][0]["length"], ratios[-1][1]
+        ours = f"from {overtakes} tokens on" if overtakes else f"nowhere up to {longest}"
+        what = f"where {name} overtakes flash"
+        how = (
+            "in eager PyTorch, as the paper timed it, and nothing is said of its quality; at "
             f"{longest} tokens flash takes {last.shown()} its time"
         )
-        theirs, passed = "between 512 and 1024 tokens", overtakes is not None
         if name != LINFORMER:
-            theirs, passed, why = NOT_STATED, None, f"the paper does not time it, so it does not count; {why}"
-        found.add("C9", f"where {name} overtakes flash", theirs, shown, passed, why)
+            why = f"the paper does not time it, so it does not count; {how}"
+            found.add("C9", what, NOT_STATED, ours, None, why)
+            continue
+        first, second = paper.LINFORMER_OVERTAKES
+        why = f"from {first} or {second} tokens on; a faster exact attention moves it to longer rows; {how}"
+        found.add("C9", what, f"between {first} and {second} tokens", ours, first <= overtakes <= second, why)
+        why = f"of those up to {longest}; almost certain, as time is linear in the length with {name} alone"
+        what = f"a length from which on {name} is faster"
+        found.add("C9", what, "there is one", ours, overtakes > 0, why)
 
 
 def _judge_head_dim(results: Results, found: Verdicts) -> None:
-    """C17, over eager standard attention; compiled, it is shown."""
-    means, compiled, lengths, timed_here = {}, {}, set(), []
+    """C17, over eager standard attention; compiled, it is shown. A mean is of lengths that all four shapes have."""
+    shapes = {}
     for d, causal in itertools.product((64, 128), (False, True)):
         samples = timed(results, kind="time", figure="fa2", head_dim=d, causal=causal)
-        samples = [each for each in samples if 1024 <= each["length"] <= 8192 and speedup(each)]
-        if not samples:
-            return
-        name = f"d{d}{' causal' if causal else ''}"
-        lengths |= {each["length"] for each in samples}
-        timed_here += samples
-        means[name] = Times.mean(speedup(each) for each in samples)
-        if ratios := [ratio for each in samples if (ratio := gain(each, COMPILED, OURS))]:
-            compiled[name] = Times.mean(ratios)
+        shapes[f"d{d}{' causal' if causal else ''}"] = [s for s in samples if 1024 <= s["length"] <= 8192]
+    lengths, means = _means(shapes, speedup)
+    if not lengths:
+        return
     smaller = (("d128", "d64"), ("d128 causal", "d64 causal"), ("d128", "d128 causal"))
     passed = all(means[one].below(means[other]) for one, other in smaller)
-    where = (
-        f"mean of {', '.join(map(str, sorted(lengths)))} tokens"
-        if len(lengths) > 1
-        else f"{lengths.pop()} tokens"
-    )
+    where = f"{'mean of ' * (len(lengths) > 1)}{_spaced(lengths)} tokens"
     what, theirs = f"{BASELINE}/{OURS} time, {where}", "lower at d128 than d64, larger when causal"
+    timed_here = [s for samples in shapes.values() for s in samples if s["length"] in lengths]
     why = f"the claim is the order, by ranges that do not overlap; over {FASTEST}{_without_cut(timed_here)}"
+    of_compiled, compiled = _means(shapes, lambda sample: gain(sample, COMPILED, OURS))
     if compiled:
-        why += f"; over compiled standard attention {_listed(compiled)}"
+        at = f", at {_spaced(of_compiled)} tokens," * (of_compiled != lengths)
+        why += f"; over compiled standard attention{at} {_listed(compiled)}"
     found.add("C17", what, theirs, _listed(means), passed, why)
+
+
+def _means(
+    shapes: dict[str, list[Sample]], ratio: Callable[[Sample], Times | None]
+) -> tuple[list[int], dict[str, Times]]:
+    """The lengths that every shape has a ratio for, and each one's mean over these; none, and {}, without any."""
+    found = {
+        name: {sample["length"]: its for sample in samples if (its := ratio(sample))}
+        for name, samples in shapes.items()
+    }
+    lengths = sorted(set.intersection(*map(set, found.values())))
+    return lengths, {name: Times.mean(its[n] for n in lengths) for name, its in found.items() if lengths}
+
+
+def _spaced(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths))
 
 
 def _listed(means: dict[str, Times]) -> str:
@@ -284,7 +315,11 @@ def _judge_causal(results: Results, found: Verdicts) -> None:
         if causal and (d, n, False) in ours:
             ratio = ours[d, n, False] / ours[d, n, True]
             what = f"full over causal time, head_dim {d}, {n} tokens"
-            found.times("C20", what, 1.75, ratio, ratio.low >= 1.7, why, theirs="1.7 to 1.8x")
+            if (d, causal) in paper.FA2_H100:
+                found.times("C20", what, 1.75, ratio, ratio.low >= 1.7, why, theirs="1.7 to 1.8x")
+            else:
+                uncounted = f"the paper has no head_dim {d}, so it does not count"
+                found.add("C20", what, NOT_STATED, ratio.shown(), None, uncounted)
 
 
 def _judge_rates(results: Results, found: Verdicts) -> None:
@@ -407,17 +442,19 @@ def _judge_stored(results: Results, found: Verdicts) -> None:
             if name == STORED_P:
                 how = f"{STORED_P}, one kernel, as the paper's, above 128 tokens with a product more in each pass"
                 how += f"; by {by_compiler} {compiled.shown()}" if compiled else ""
-            elif reason := _why_untimed(results, length):
+            elif reason := _why_untimed(results, STORED_P, length=length):
                 how += f": {reason}"
             what = f"{words}, time with stored probabilities over ours, {length} tokens"
             theirs, why = paper.STORED_OVER_FLASH[length][phase], f"ours{kernels} is {bound}; stored by {how}"
             found.times("C30", what, theirs, ratio, passed, why)
 
 
-def _why_untimed(results: Results, length: int) -> str:
-    """What a check of STORED_P at that length, or its memory, says against it; "" if nothing."""
+def _why_untimed(results: Results, backend: str, **where: object) -> str:
+    """What a check of the backend at these coordinates, or its memory, says against it; "" if nothing."""
     for sample in results["samples"]:
-        if (sample.get("backend"), sample.get("length")) == (STORED_P, length):
+        if sample.get("backend") == backend and all(
+            sample.get(key, its) == its for key, its in where.items()
+        ):
             if reason := sample.get("refused") or sample.get("failed"):
                 return reason
             if sample.get("out_of_memory"):

@@ -103,27 +103,86 @@ def _longest(trained: list[Trained]) -> list[Trained]:
     return [run for run in trained if (run.steps, run.batch_tokens) == length]
 
 
+class Mean(NamedTuple):
+    """How far flash ends above naive, and the rule: the interval of the mean holds 0, and neither end is as far from
+    it as runs of other weights are from each other."""
+
+    mean: float
+    half: float
+    gap: float
+
+    @classmethod
+    def of(cls, apart: list[float], gap: float) -> Mean:
+        return cls(statistics.fmean(apart), half_width(apart), gap)
+
+    @property
+    def spare(self) -> float:
+        """Nats by which the end that is further from 0 is nearer to it than the gap; below 0 it is not."""
+        return self.gap - abs(self.mean) - self.half
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.mean) <= self.half and self.spare > 0
+
+    def __str__(self) -> str:
+        ends = f"{self.mean - self.half:+.4f} to {self.mean + self.half:+.4f}"
+        return f"{round(self.mean, 4) + 0.0:+.4f} nats, 95 % interval {ends}"  # no -0.0000
+
+    @property
+    def told(self) -> str:
+        """Itself, and by how much it keeps the rule or misses it."""
+        kept = f"within the rule by {self.spare:.4f}" if self.holds else "not within the rule"
+        return f"{self}, {kept}, other weights {self.gap:.4f}"
+
+
+def of_pairs(trained: list[Trained]) -> Mean | None:
+    """Over every pair among these runs, held against the gap of their weights; None if they are too few."""
+    apart, gap = [pair.apart for pair in matched(trained)], weights_gap(trained)
+    return None if len(apart) < FEWEST or gap is None else Mean.of(apart, gap)
+
+
+def counted_once(found: list[Pair]) -> list[float]:
+    """How far apart each weights' pairs are, on average over the GPUs that ran them."""
+    by_weights: dict[int, list[float]] = defaultdict(list)
+    for pair in found:
+        by_weights[pair.naive.weights].append(pair.apart)
+    return [statistics.fmean(each) for each in by_weights.values()]
+
+
+def by_card(trained: list[Trained]) -> dict[str, list[Trained]]:
+    return {
+        card: [run for run in trained if run.device == card]
+        for card in sorted({run.device for run in trained})
+    }
+
+
 def judge(trained: list[Trained]) -> list[Verdict]:
     """C12 by the mean over all pairs; the rule was set before the runs of pairs.json, which its number includes."""
-    found, gap = matched(trained), weights_gap(trained)
+    found, mean = matched(trained), of_pairs(trained)
     verdicts = Verdicts(", ".join(sorted({pair.naive.device for pair in found})))
-    if len(found) < FEWEST or gap is None:
+    if mean is None:
         return verdicts
-    apart = sorted(pair.apart for pair in found)
-    mean, half = round(statistics.fmean(apart), 4) + 0.0, half_width(apart)  # no -0.0000
+    gap, apart = mean.gap, sorted(pair.apart for pair in found)
     tokens = found[0].naive.steps * found[0].naive.batch_tokens / 1e6
     what = f"flash minus naive, mean over {len(found)} pairs of runs of {tokens:.0f} M tokens"
-    ours = f"{mean:+.4f} nats, 95 % interval {mean - half:+.4f} to {mean + half:+.4f}"
     why = (
         "the rule, set before the last of them were run: the interval holds 0, and its ends are nearer to it than "
         f"runs of other weights are apart on average, {gap:.4f}"
     )
     if before := weights_gap([run for run in trained if not run.document.startswith(FILE)]):
         why += f" (by those run before it, {before:.4f})"
-    if len({pair.naive.weights for pair in found}) < len(found):
-        why += "; the same weights on two GPUs are two pairs"
+    once = counted_once(found)
+    if FEWEST <= len(once) < len(found):
+        told = Mean.of(once, gap).told
+        why += f"; the same weights on two GPUs are two pairs; counted once, {len(once)} pairs: {told}"
+    for card, its in by_card(_longest(trained)).items():
+        if 0 < len(matched(its)) < len(found):
+            own = of_pairs(its)
+            why += f"; {card} alone, {len(matched(its))} pairs: {own.told if own else 'too few to tell'}"
+            if own and own.holds and not own._replace(gap=gap).holds:
+                why += f" there, not by {gap:.4f}"
     why += f". By pair: {', '.join(f'{each:+.4f}' for each in apart)}"
-    verdicts.add("C12", what, "the same", ours, abs(mean) <= half and abs(mean) + half < gap, why)
+    verdicts.add("C12", what, "the same", str(mean), mean.holds, why)
     return verdicts
 
 

@@ -31,6 +31,9 @@ GPT2_SPEEDUP = {"gpt2_small": 9.5 / 2.7, "gpt2_medium": 21.0 / 6.9}
 CONTEXT_DAYS = {1024: 2.7, 2048: 3.0, 4096: 3.6}
 MEGATRON_DAYS = 4.7
 
+# FA1 section 4.3, Figure 3: the tokens between which Linformer overtakes FlashAttention.
+LINFORMER_OVERTAKES = (512, 1024)
+
 # FA1 Table 3, ListOps: accuracy of standard attention and of the contender.
 LISTOPS_ACCURACY = {"flash": (0.360, 0.376), "flash+butterfly": (0.360, 0.370)}
 

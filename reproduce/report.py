@@ -38,11 +38,11 @@ HOW_TO_READ = (
     "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
     "out-of-memory points of another GPU are not compared. A time is the median of its processes, with their range; "
     "a bound must hold in each of them, and faster means that the ranges do not overlap: one process has none. "
-    "Standard attention is the fastest of the eager forms timed here; at 1024 to 4096 tokens on an H200 that is, with "
-    "padding always and under a causal mask mostly, one which reads the mask only where it hides something "
+    "Standard attention is the fastest of the eager forms timed here; at 1024 to 4096 tokens on an H200 that is "
+    "always with padding, and mostly under a causal mask, one which reads the mask only where it hides something "
     "(standard+cut, as little as 0.57 of the others' time), as no paper's baseline did: C6 is missed by it alone. In "
-    "training steps, as of C11, it was not timed. Of figures of one kind the first table has the least flattering; a figure that several GPUs have "
-    "counts once, by the worst that could be compared."
+    "training steps, as of C11, it was not timed. Of figures of one kind the first table has the least flattering; a "
+    "figure that several GPUs have counts once, by the worst that could be compared."
 )
 IN_PART = "reproduced in part"
 # Of a claim that nothing but counts is compared for: no run could contradict what a kernel is written to do.
@@ -56,12 +56,15 @@ FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict")
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "why", "from")
 RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
 RUN_COLUMNS += ("host load", "changed since")
-# The figures of the first screen: subject -> (claim, words in their names); of several kinds the first that there is.
-# Like for like: eager steps for speed, the same shape for memory.
+# The figures of the first screen: subject -> (claim, kind -> words in their names); of the first kind that there
+# is the figures, of the others whether they are reproduced. Like for like: eager steps, the same shape for memory.
 FIRST = {
-    "speed": ("C11", "gpt2_small, whole stack: ours with flash"),
-    "memory": ("C8", "peak memory at 4096"),
-    "perplexity": ("C12", "flash minus naive, mean over", "validation curve of flash against naive"),
+    "speed": ("C11", {"": "gpt2_small, whole stack: ours with flash"}),
+    "memory": ("C8", {"": "peak memory at 4096"}),
+    "perplexity": (
+        "C12",
+        {"mean": "flash minus naive, mean over", "one pair": "validation curve of flash against naive,"},
+    ),
 }
 
 
@@ -169,20 +172,29 @@ class Page:
 
 
 def first_rows(page: Page) -> list[list[str]]:
-    """A row for each subject, in FIRST_COLUMNS: the least flattering of its figures, on every GPU that has it now."""
+    """A row for each subject, in FIRST_COLUMNS: of each kind the least flattering, on every GPU that has it now."""
     rows = []
-    for subject, (claim, *names) in FIRST.items():
+    for subject, (claim, names) in FIRST.items():
         figures = [each for each in page.claims[claim].on_gpu if EARLIER not in each.verdict.basis]
-        kinds = ([each for each in figures if words in each.verdict.what] for words in names)
-        found = next(filter(None, kinds), page.claims[claim].on_gpu)
-        worst = min(found, key=_flattery).verdict.what
-        shown = [each for each in found if each.verdict.what == worst]
+        by_kind = ([each for each in figures if words in each.verdict.what] for words in names.values())
+        kinds = {kind: _worst(found) for kind, found in zip(names, by_kind, strict=True) if found}
+        kinds = kinds or {"": _worst(page.claims[claim].on_gpu)}
+        of_several, (shown, *_) = len(kinds) > 1, kinds.values()
         ours = [f"{each.link}: {each.verdict.ours}" if each.verdict.ours else NOT_MEASURED for each in shown]
-        verdicts = [each.verdict for each in shown]
-        by_card = len(shown) > 1  # then each says which
-        statuses = [f"{each.basis}: {each.status}" if by_card else each.status for each in verdicts]
-        rows.append([subject, worst, verdicts[0].paper, "; ".join(ours), "; ".join(statuses)])
+        statuses = []
+        for kind, found in kinds.items():
+            for v in (each.verdict for each in found):
+                of = [kind] * of_several + [v.basis] * (len(found) > 1 or found is not shown)
+                statuses.append(f"{', '.join(of)}: {v.status}" if of else v.status)
+        verdict = shown[0].verdict
+        rows.append([subject, verdict.what, verdict.paper, "; ".join(ours), "; ".join(statuses)])
     return rows
+
+
+def _worst(figures: list[Figure]) -> list[Figure]:
+    """The least flattering, on every GPU that has it."""
+    what = min(figures, key=_flattery).verdict.what
+    return [each for each in figures if each.verdict.what == what]
 
 
 def _flattery(figure: Figure) -> tuple[bool, bool, float]:

@@ -10,7 +10,9 @@ WHERE = (
     "The column figures says how many of those that could be compared are reproduced; those by count, which no run "
     "could contradict, make no claim reproduced. Every figure, with what it had "
     "to reach and the file that holds it, is in [appendix A](#a-every-figure-of-a-gpu); what a CPU counted in "
-    "[appendix B](#b-counted-on-a-cpu)."
+    "[appendix B](#b-counted-on-a-cpu); [appendix C](#c-runs) tells which runs are partial, of older code or of "
+    "fewer processes, and which figures that touches. `python -m reproduce report` writes all this as one page too, "
+    "results/report.html, to open in a browser: there a claim unfolds, and claims can be filtered by verdict."
 )
 
 
@@ -26,7 +28,6 @@ def as_markdown(page: report.Page, directory: Path) -> str:
         rows.append([*row, judged.state, judged.tally])
     lines += markdown_table(("", "claim", "source", "verdict", "figures"), rows)
     lines += ["; ".join(f"{short}: {paper}" for short, paper in PAPERS.items()) + ".", ""]
-    lines += [f"- {note}" for note in page.notes] + [""] * bool(page.notes)
     lines += ["# Appendix", "", "## A. Every figure of a GPU", ""]
     for name, judged in page.claims.items():
         lines += [f"### {name}", "", f"{judged.claim.statement} {judged.claim.source}.", ""]
@@ -41,7 +42,8 @@ def as_markdown(page: report.Page, directory: Path) -> str:
         if judged.on_cpu:
             lines += [f"{name}. {judged.claim.statement}", "", *_table(judged.on_cpu)]
         lines += [f"![{name}]({_link(path, directory)})\n" for path in judged.cpu_pictures]
-    lines += ["## C. Runs", "", *markdown_table(report.RUN_COLUMNS, report.run_rows(page))]
+    lines += ["## C. Runs", "", *(f"- {note}" for note in page.notes), *[""] * bool(page.notes)]
+    lines += markdown_table(report.RUN_COLUMNS, report.run_rows(page))
     if written := list(report.texts(page)):
         lines += ["", "## D. Texts", "", "What GPT-2 small writes, from an empty prompt and one seed.", ""]
         for name, text in written:

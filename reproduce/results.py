@@ -100,7 +100,7 @@ def beside(document: Results) -> str:
 
 
 def without_outrun(
-    document: Results, old: Mapping[str, older_code.Outrun] = older_code.FASTER_SINCE
+    document: Results, old: Mapping[str, tuple[older_code.Outrun, ...]] = older_code.FASTER_SINCE
 ) -> Results:
     """The document without what has become faster since: it is not to be joined with what is measured now."""
     outrun = _outrun(document, old)
@@ -109,12 +109,13 @@ def without_outrun(
 
 
 def _outrun(
-    document: Results, old: Mapping[str, older_code.Outrun] = older_code.FASTER_SINCE
+    document: Results, old: Mapping[str, tuple[older_code.Outrun, ...]] = older_code.FASTER_SINCE
 ) -> Callable[[Sample], list[older_code.Outrun]]:
     """What of a sample has become faster since its code, the document's or that of the commit it names."""
 
     def known(recorded: dict[str, str]) -> list[older_code.Outrun]:
-        return [each for hash_, each in old.items() if hash_ in recorded.values()]
+        found = (each for hash_, its in old.items() if hash_ in recorded.values() for each in its)
+        return list(dict.fromkeys(found))
 
     of_document = known(document.get("depends", {}))
     of_commit = {commit: known(recorded) for commit, recorded in document.get("again", {}).items()}

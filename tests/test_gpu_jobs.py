@@ -128,7 +128,7 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
         return {**point, "ms": {"flash": {"forward": [ms]}}, "clocks": {"sm_mhz": [ms]}}
 
     (outrun,) = {
-        old for old, each in FASTER_SINCE.items() if "up to 128" in each.words and old.startswith("c63")
+        old for old, its in FASTER_SINCE.items() if "up to 128" in its[0].words and old.startswith("c63")
     }
     old = {"state": "complete", "commit": "abc", "date": "2026-11-26", "depends": {"kernel": outrun}}
     once = {"kind": "tiles", "length": 2048}  # by one process

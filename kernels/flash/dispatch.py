@@ -115,22 +115,33 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         WIDE,
     ),
 }
-# Rows that take documents with bounds by query besides those of their features: of a pass, with key padding or not.
-BY_QUERY: dict[tuple[str, bool], tuple[Faster, ...]] = {
-    ("forward", False): (
-        Faster(64, 64, 4096),  # 0.88 to 0.99; fewer queries 0.91 to 1.45
-        Faster(128, 128, 2048),  # 0.61 to 0.99; fewer 0.97 to 1.14
-        WIDE,  # 0.45 to 0.80
+# Rows that calls with bounds by query need besides those of their features: of a pass, by what gives them such bounds
+# (the last of `_by_query`'s).
+BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
+    ("forward", "causal=False"): (
+        Faster(64, 64, tiles=2048),  # 0.84 to 0.97; few 1.02 to 1.35
+        Faster(128, 128, tiles=512),  # 0.65 to 0.92; few 1.00 to 1.31
+        WIDE,  # 0.40 to 0.85
     ),
-    ("forward", True): (
-        Faster(128, 128, tiles=2048),  # 0.80 to 0.98; few 1.10 to 1.64. 64: 0.97 to 1.60
-        Faster(136, 256, tiles=512),  # 0.49 to 0.81; few 0.97 and 1.18
+    ("forward", "cu_seqlens_k"): (
+        Faster(64, 64, 4096),  # 0.80 to 1.02; fewer queries 0.81 to 1.42
+        Faster(128, 128, 2048),  # 0.60 to 0.86; fewer 0.94 to 1.09
+        WIDE,  # 0.45 to 0.79
     ),
-    ("backward", False): WIDE_TOO,  # 64: 0.68 to 0.96, 128: 0.61 to 0.87, more: 0.41 to 0.66
-    ("backward", True): (
-        Faster(64, 64, tiles=2048),  # 0.78 to 0.92, but in two rows of 8,192 1.01 and 1.23; few 0.98 to 1.35
-        Faster(128, 128, tiles=512),  # 0.64 to 0.76; few 0.87 to 1.09
-        WIDE,  # 0.41 to 0.61; few 0.74 and 0.88
+    ("forward", "kv_lengths"): (
+        Faster(128, 128, tiles=2048),  # 0.76 to 0.93; few 1.11 to 1.61. 64: 0.92 to 1.59
+        Faster(136, 256, tiles=512),  # 0.49 to 0.78; few 1.02 to 1.19
+    ),
+    ("backward", "causal=False"): (
+        Faster(64, 64, tiles=512),  # 0.72 to 0.89; few 1.16 to 1.25
+        Faster(128, 128, tiles=512),  # 0.61 to 0.73; few 1.01 to 1.08
+        WIDE,  # 0.34 to 0.65
+    ),
+    ("backward", "cu_seqlens_k"): WIDE_TOO,  # 64: 0.68 to 0.97, 128: 0.61 to 0.86, more: 0.41 to 0.66
+    ("backward", "kv_lengths"): (
+        Faster(64, 64, tiles=2048),  # 0.77 to 0.95, but in two rows of 8,192 1.01 and 1.23; few 0.98 to 1.31
+        Faster(128, 128, tiles=512),  # 0.64 to 0.81; few 0.87 to 1.10
+        WIDE,  # 0.41 to 0.61; few 0.74 to 0.90
     ),
 }
 # For each of these, all the features it was timed with; a feature that is not here was timed with every other.
@@ -177,7 +188,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     if "cu_seqlens_k" in features and "cu_seqlens" not in features:
         return "cu_seqlens beside cu_seqlens_k"
     if by_query and (others := sorted(NOT_BY_QUERY & features)):
-        return f"attention without {others[0]} combined with {by_query}"
+        return f"attention without {others[0]} combined with {' and '.join(by_query)}"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} combined with block_mask"
     for name in ("kv_lengths", "dropout_p"):
@@ -199,7 +210,8 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
         request.head_dim > 192 and request.head_dim % 16
     )  # with padding by query 8 to 16 B, with dropout 4 to 20
     if which == "forward" and by_query and "kv_lengths" in features and odd:
-        return f"a head_dim that 16 divides with {by_query} above 192, not {request.head_dim}"
+        with_these = " and ".join(by_query)
+        return f"a head_dim that 16 divides with {with_these} above 192, not {request.head_dim}"
     if "dropout_p" in features and odd:
         return f"a head_dim that 16 divides with dropout_p above 192, not {request.head_dim}"
     # With these, d128 with dropout spills 4 to 44 B, and above 192 with precise_delta 4 to 68.
@@ -212,13 +224,13 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     return _needs_to_be_faster(which, request) if request.tier == "auto" else None
 
 
-def _by_query(request: AttentionRequest) -> str | None:
-    """Why documents or a window have bounds by query (`masks.by_query`), in words; None if they have not."""
+def _by_query(request: AttentionRequest) -> tuple[str, str] | None:
+    """Documents or a window whose bounds are by query (`masks.by_query`), and what they are so beside; else None."""
     bound = next((name for name in BOUNDS if name in request.features), None)
     beside = [name for name in ("cu_seqlens_k", "kv_lengths") if name in request.features]
     if bound is None or not (beside or request.causal is False):
         return None
-    return f"{bound} and {beside[-1] if beside else 'causal=False'}"
+    return bound, beside[-1] if beside else "causal=False"
 
 
 def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
@@ -229,12 +241,7 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
         features -= {"window"}  # the bounds of a call contain it
     asked = {name: FASTER.get((which, name), AS_WITHOUT) for name in ("", *sorted(features))}
     if by_query := _by_query(request):
-        padded = "kv_lengths" in features
-        if padded and "cu_seqlens" not in features:  # neither this nor the next was tested or timed on a GPU
-            return "attention without kv_lengths combined with window"
-        if not padded and "cu_seqlens_k" not in features:
-            return f"causal=True with {'cu_seqlens' if 'cu_seqlens' in features else 'window'}"
-        asked[by_query] = BY_QUERY[which, padded]
+        asked[" and ".join(by_query)] = BY_QUERY[which, by_query[1]]
     for name, rows in asked.items():
         with_name = f" with {name}" if name else ""
         its = [row for row in rows if row.smallest <= head_dim <= row.largest]

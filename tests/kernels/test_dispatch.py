@@ -84,7 +84,14 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("dropout_p", {"head_dim": 128}, "hopper", "hopper", None),
         ("dropout_p window", {}, "triton", "triton", "attention without dropout_p combined with window"),
         ("window", {}, "hopper", "hopper", None),
-        ("window", {"causal": False}, "triton", "triton", "causal=True with window"),
+        ("window", {"causal": False}, "hopper", "hopper", None),
+        (
+            "window",
+            {"causal": False, "length": 4096, "heads": 32},
+            "triton",
+            "hopper",
+            "2048 tiles of 128 queries or more with window and causal=False",
+        ),
         ("window", {"length": 512, "kv_len": 700}, "hopper", "hopper", None),
         ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),
         (
@@ -111,7 +118,15 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "4096 queries or more with cu_seqlens and cu_seqlens_k, not 2048",
         ),
         ("cu_seqlens cu_seqlens_k window", {"length": 4096, "heads": 8}, "hopper", "hopper", None),
-        ("cu_seqlens", {"causal": False, "head_dim": 128}, "triton", "triton", "causal=True with cu_seqlens"),
+        ("cu_seqlens", {"causal": False, "head_dim": 128}, "hopper", "hopper", None),
+        (
+            "window kv_lengths",
+            {"causal": False},
+            "triton",
+            "hopper",
+            "head_dim 128 or 136 to 256 with window and kv_lengths, not 64",
+        ),
+        ("window kv_lengths", {"head_dim": 128, "length": 4096, "heads": 64}, "hopper", "hopper", None),
         ("cu_seqlens", {"causal": False, "head_dim": 128, "tier": "hopper"}, "hopper", "hopper", None),
         (
             "window kv_lengths",
@@ -287,7 +302,6 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "lengths that differ by a multiple of 64 with a causal kv_lengths",
         ),
         ("kv_lengths window", {"tier": "hopper"}, "hopper", "hopper", None),
-        ("kv_lengths window", {}, "triton", "triton", "attention without kv_lengths combined with window"),
         ("", {"tier": "triton"}, "triton", "triton", None),
         ("", {"head_dim": 80}, "hopper", "hopper", None),
         ("", {"head_dim": 80, "length": 256}, "triton", "hopper", "512 queries or more, not 256"),
@@ -426,7 +440,7 @@ def chosen(
     [
         (Tensors(), Options(True, 1.0), ("hopper", "hopper")),
         (Tensors(), Options(True, 1.0, left=64, right=0), ("hopper", "hopper")),
-        (Tensors(), Options(False, 1.0, left=64, right=0), ("triton", "triton")),
+        (Tensors(), Options(False, 1.0, left=64, right=0), ("triton", "hopper")),
         (Tensors(), Options(False, 1.0, left=600, right=512), ("hopper", "hopper")),  # masks nothing
         (Tensors(), Options(True, 1.0, softcap=5.0), ("hopper", "hopper")),
         (Tensors(), Options(True, 1.0, softcap=65.0), ("triton", "triton")),
@@ -436,7 +450,7 @@ def chosen(
         (Tensors(alibi_slopes=LIST), Options(True, 1.0), ("hopper", "hopper")),
         (Tensors(kv_lengths=LIST), Options(True, 1.0), ("triton", "hopper")),
         (Tensors(document_starts=LIST, document_ends=LIST), Options(True, 1.0), ("hopper", "hopper")),
-        (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "triton")),
+        (Tensors(document_starts=LIST, document_ends=LIST), Options(False, 1.0), ("triton", "hopper")),
         (Tensors(None, None, None, LIST, LIST), Options(False, 1.0, ragged=True), ("triton", "hopper")),
         (
             Tensors(None, None, None, LIST, LIST),

@@ -101,8 +101,8 @@ def test_exact_at_every_length(head_dim: int, name: str, dtype: torch.dtype, cau
         ragged = (kv_len - q_len) % 64
         if "dropout" in name and head_dim > 64 and ("kv" in name or ragged):
             continue  # those have the portable forward
-        if "kv" in name and causal and ragged and "window" not in name:
-            continue  # so have those
+        if "kv" in name and causal and ragged and ("window" not in name or kv_len <= 100):
+            continue  # so have those; a window of 100 hides none of so few keys
         if "documents" in name and q_len != kv_len:
             continue  # those are refused
         batch = 8 if q_len <= 1025 else 2

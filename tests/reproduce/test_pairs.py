@@ -13,9 +13,10 @@ import torch
 
 from reproduce import pairs
 from reproduce.__main__ import main
-from reproduce.experiment import NOT_REPRODUCED, REPRODUCED, Options
+from reproduce.experiment import EXPERIMENTS, NOT_REPRODUCED, REPRODUCED, Options
 from reproduce.pairs import Pair, Trained
 from reproduce.perplexity_runs import Settings, training_runs
+from reproduce.results import read_all
 from training.command_line import composed
 from training.config import to_yaml
 
@@ -47,6 +48,52 @@ def test_a_run_without_its_pair_tells_what_weights_change():
     runs = [*pair(1, 2.0, 2.001), *pair(2, 2.0, 1.999), *pair(3, 2.0, 2.0)]
     assert [each.status for each in pairs.judge(runs)] == [NOT_REPRODUCED]  # weights change next to nothing
     assert [each.status for each in pairs.judge([*runs, pair(4, 2.1, 0)[0]])] == [REPRODUCED]
+
+
+def of_two_cards(others: tuple[float, ...]) -> str:
+    """Why, of three pairs on card A, and of card B's, whose weights are 1, 2, ... too."""
+    runs = []
+    for card, apart in (("A", (0.002, -0.003, 0.001)), ("B", others)):
+        for n, each in enumerate(apart, 1):
+            its = pair(n, 2.0 + 0.05 * n, 2.0 + 0.05 * n + each)
+            runs += [run._replace(device=card, document=card) for run in its]
+    (verdict,) = pairs.judge(runs)
+    return verdict.why
+
+
+def test_what_one_weight_counted_once_and_each_card_alone_give_is_computed():
+    why = of_two_cards((0.004, -0.001, 0.003))
+    assert "the same weights on two GPUs are two pairs; counted once, 3 pairs: +0.0010 nats, " in why
+    assert (
+        "A alone, 3 pairs: +0.0000 nats, 95 % interval -0.0066 to +0.0066, within the rule by 0.0598, " in why
+    )
+    assert "B alone, 3 pairs: +0.0020 nats, 95 % interval -0.0046 to +0.0086, within the rule by 0.0" in why
+    assert (
+        "B alone, 3 pairs: +0.0500 nats, 95 % interval +0.0500 to +0.0500, not within the rule, "
+        in of_two_cards((0.05, 0.05, 0.05))
+    )
+    assert "B alone, 2 pairs: too few to tell" in of_two_cards((0.004, -0.001))
+
+
+def test_a_card_that_keeps_the_rule_by_its_own_gap_alone_says_so():
+    wide = [
+        run._replace(device="B", document="B")
+        for n in range(3)
+        for run in pair(n, 2.0 + n, 2.0 + n + 0.2 * (n - 1))
+    ]
+    narrow = [run for n in range(3, 9) for run in pair(n, 2.0 + 0.01 * n, 2.0 + 0.01 * n)]
+    (verdict,) = pairs.judge([*narrow, *wide])
+    assert re.search(
+        r"; B alone, 3 pairs: .*, within the rule by \S+, other weights \S+ there, not by", verdict.why
+    )
+    assert verdict.why.count(" there, not by ") == 1
+
+
+def test_of_one_card_and_other_weights_in_each_pair_there_is_nothing_else_to_tell():
+    runs = itertools.chain(*(pair(n, 2.0 + 0.05 * n, 2.0 + 0.05 * n + 0.001 * (-1) ** n) for n in range(3)))
+    (verdict,) = pairs.judge([*runs])
+    assert "alone" not in verdict.why
+    assert "counted once" not in verdict.why
 
 
 def test_two_pairs_are_not_judged():
@@ -110,3 +157,40 @@ def test_the_report_shows_the_pairs_of_both_files(tmp_path):
     assert "](nvidia-test-3000/pairs.json)" in report
     assert "](nvidia-test-3000/pairs.C12.svg)" in report
     assert "weights 1" in (folder / "pairs.C12.svg").read_text()
+
+
+def test_readme_and_measurements_say_what_the_committed_pairs_give():
+    documents = read_all(ROOT / "results", EXPERIMENTS, lambda note: None)
+    trained = [
+        run for each in documents if each["experiment"] == "perplexity" for run in pairs.of_perplexity(each)
+    ]
+    for file in sorted((ROOT / "results").glob(f"*/{pairs.FILE}")):
+        trained += pairs.of_recipes(json.loads(file.read_text()))
+    found, mean = pairs.matched(trained), pairs.of_pairs(trained)
+    once = pairs.Mean.of(pairs.counted_once(found), mean.gap)
+    h100, h200 = (pairs.of_pairs(its) for its in pairs.by_card(trained).values())
+    assert (len(found), once.holds, h100.holds, h200.holds) == (7, True, False, True)
+
+    def shown(mean: pairs.Mean) -> str:
+        return str(mean).replace(" nats, 95 % interval", ",")
+
+    readme, page = (
+        " ".join((ROOT / name).read_text().split()).replace("*", "")
+        for name in ("README.md", "docs/measurements.md")
+    )
+    for text in (readme, page):
+        assert str(mean).partition("nats, ")[2] in text
+    assert f"to each other ({mean.gap:.4f}), a rule" in readme
+    assert f"with each weight counted once it holds by {once.spare:.4f}." in readme
+    assert not h200._replace(gap=mean.gap).holds
+    assert (
+        f"By card and the gap there ({h100.gap:.4f}, {h200.gap:.4f}), it does not hold for the H100's"
+        in readme
+    )
+    assert f"by {h200.spare:.4f} for the H200's four (by {mean.gap:.4f} not)" in readme
+    assert f"it is {shown(once)}, within the rule by {once.spare:.4f}" in page
+    assert f"H100's three pairs do not keep it ({shown(h100)}; {h100.gap:.4f})" in page
+    assert (
+        f"H200's four do, by {h200.spare:.4f} ({shown(h200)}; {h200.gap:.4f}), though not against {mean.gap:.4f}"
+        in page
+    )

@@ -79,13 +79,14 @@ def forward(
         lse: float32 (batch, heads, q_len), contiguous.
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
+    full = not options.causal
     tensors, options = by_query(tensors, options, q, k)
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None
     padded, drop = tensors.kv_lengths is not None, drop_of(options.dropout_p)
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     features = (bounded, listed, padded, drop, options.softcap, options.precise_delta)
-    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features)
+    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features, full)
 
     def prepare() -> Launch:
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
@@ -104,7 +105,7 @@ def forward(
         return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
-    of_call = (causal, scale, left, options.dropout_p, options.softcap)
+    of_call = (causal, full, scale, left, options.dropout_p, options.softcap)
     key = ("hopper forward", q.dtype, q.shape, k.shape, *strides, *of_call)
     seed = tensors.seed if drop else None
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it

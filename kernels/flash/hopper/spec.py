@@ -60,11 +60,13 @@ def has_few_tiles(head_dim: int, q_len: int, group: int, *features: object) -> b
 
 def _is_out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, *features: object) -> bool:
     """Whether TMA stores out, from its Q's slot; above head_dim 128 consumers have none each. features: as above."""
-    bounded, listed, padded, *others = features
-    if head_dim > 128 or bounded or listed or any(others):
+    bounded, listed, padded, drop, softcap, precise = features
+    if head_dim > 128 or listed or softcap or precise:
         return False
-    if padded:  # at head_dim 128, full: 0.94 to 0.98 of the time; at 64 1.00; causal not timed
-        return head_dim > 64 and not causal
+    if bounded and causal and head_dim > 64:  # 0.94 to 0.97 of the time, but 4 to 28 B spilled
+        return False
+    if bounded or padded or drop:
+        return True
     if q_len <= FEW:
         return group == 1 and (head_dim > 64 or 128 < q_len <= 256)
     return head_dim > 64 or q_len >= MANY_FROM[causal]
@@ -88,6 +90,7 @@ def specify(
     drop: Drop | None = None,
     softcap: float = 0.0,
     precise: bool = False,
+    full: bool = False,
 ) -> ForwardSpec:
     """The compile-time parameters for a shape. LOG.md has the times.
 
@@ -98,13 +101,16 @@ def specify(
         padded: key padding is used, without any of those but bounds by query.
         drop: parameters of dropout, if it is used, without windows, documents and block masks.
         precise: what rounding takes from out is stored too.
+        full: the call has no causal mask; with bounds by query the kernel has none in either case.
     """
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
-    # but 1.22 at 1024 (causal). Bounded rows see as few keys as short sequences; a block mask has blocks of 128 rows;
-    # dropout's random words need registers.
+    # but 1.22 at 1024 (causal). A block mask has blocks of 128 rows; dropout's random words need registers. Bounded
+    # rows see as few keys as short sequences: 0.99 to 1.17, but without a causal mask 0.88 to 0.97 from 2048 on; with
+    # precise_delta these spill 8 B.
     width, keys = tile_width(head_dim), block_n(head_dim)
-    many = width == 64 and q_len >= MANY_FROM[causal] and not (bounded or listed or drop)
+    suited = full and not precise if bounded else not (listed or drop)
+    many = width == 64 and q_len >= MANY_FROM[causal] and suited
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
     uneven = bounded or listed or padded or drop is not None  # dropout: or it spills
     features = (bounded, listed, padded, drop, softcap, precise)
@@ -114,10 +120,14 @@ def specify(
     dynamic = _is_dynamic(head_dim, causal, q_len, uneven) and not few
     # Out by TMA took 0.96 to 1.01 of the time with three consumers, whose exponentials then come before the wait, and
     # 0.92 to 1.00 at head_dim 128, where they do if a causal call has few tiles and else come after. Two consumers at
-    # head_dim 64 take 1.03 to 1.09 with it, but 0.94 to 0.97 at 256 queries. With other features, and grouped heads
-    # of few tiles, it gains at one length and loses at another, 0.87 to 1.12; these go without (LOG.md).
+    # head_dim 64 take 1.03 to 1.09 with it, but 0.94 to 0.97 at 256 queries. Windows, documents, key padding and
+    # dropout take 0.88 to 1.01, bounds by query at 128 tiles in all up to 1.11. With other features, and with grouped
+    # heads of few tiles, it gains at one length and loses at another, 0.87 to 1.12; these go without (LOG.md). By
+    # query, exponentials before the wait take 0.94 to 1.01 at 256, 0.98 to 1.03 at 192.
     before_wait = dynamic and causal and (many or width > 64) and not drop
-    if width > 128 and not uneven:
+    if bounded and not causal:
+        before_wait = many or head_dim > 192
+    elif width > 128 and not uneven:
         before_wait = not dynamic and not rest_of(head_dim)
     elif not any(features):
         before_wait = many or (causal and few and width == 128)
