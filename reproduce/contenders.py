@@ -21,8 +21,8 @@ from training.optimizer import OptimizerConfig, build_optimizer, update
 from training.precision import cast_together, compiled
 
 from . import nanogpt
+from .standard import CUT, cut_causal, score_bias, standard_attention
 from .standard import NAME as STANDARD
-from .standard import score_bias, standard_attention
 
 HF_EAGER, HF_SDPA, FUSED = "hf_eager", "hf_sdpa", "+fused"
 # Hugging Face's, its vocabulary rounded up to a multiple of 64: 50,304 rows for GPT-2's 50,257
@@ -30,24 +30,26 @@ PADDED = "+padded"
 NANOGPT, NANOGPT_BIASES = "nanogpt", "nanogpt_biases"
 # (tokens, targets, dropout seed) -> mean NLL
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Those that take their causal mask as a bias, which is made once.
+BIASED = {STANDARD: standard_attention, CUT: cut_causal}
 Compile = Callable[[nn.Module], Callable[..., Any]]
 
 
 def backends() -> list[str]:
-    """Standard attention, and every registered one but the historical and the kernels that sdpa chooses from; naive,
-    sdpa and flash first."""
+    """Standard attention in both forms, and every registered one but the historical and the kernels that sdpa chooses
+    from; naive, sdpa and flash first."""
     first = [name for name in ("naive", "sdpa", "flash") if name in ATTENTION]
     others = sorted(set(ATTENTION) - {*first, *history.NAMES})
-    return [*first, STANDARD, *(name for name in others if not name.startswith("sdpa_"))]
+    return [*first, *BIASED, *(name for name in others if not name.startswith("sdpa_"))]
 
 
 class Contender:
     """A model with its optimizer and data, ready to take steps on random tokens.
 
     Args:
-        name: "standard" or a backend in `kernels.ATTENTION` (plus "+fused": our kernels for the other layers and
-            the loss as well), hf_eager or hf_sdpa (transformers' GPT2LMHeadModel; plus "+padded"), nanogpt (without
-            biases, as its train.py builds it) or nanogpt_biases (with biases, as in GPT-2 and our model).
+        name: "standard", "standard+cut" or a backend in `kernels.ATTENTION` (plus "+fused": our kernels for the other
+            layers and the loss as well), hf_eager or hf_sdpa (transformers' GPT2LMHeadModel; plus "+padded"), nanogpt
+            (without biases, as its train.py builds it) or nanogpt_biases (with biases, as in GPT-2 and our model).
         config: shape, context and dropout.
         micro_batch, accumulation: sequences per forward, and forwards per step.
         compiler: torch.compile's backend for the whole model; None: eager.
@@ -94,14 +96,14 @@ class Contender:
             return theirs, lambda tokens, targets, seed: forward(tokens, targets)[1]
         if name.startswith((HF_EAGER, HF_SDPA)):
             return _huggingface(name, config, device, compile_model)
-        backend, _, fused = name.partition("+")
-        if backend == STANDARD:
-            attention = causal_standard(config, device, dtype)
+        backend = name.removesuffix(FUSED)
+        if backend in BIASED:
+            attention = _with_bias(backend, config, device, dtype)
         else:
             request = {"dropout_p": config.dropout} if config.dropout else {}
             request |= {"device": device, "dtype": dtype, "head_dim": config.head_dim}
             _, attention = resolve_attention(backend, **request)
-        ours = initial_model(config, attention, device, Layers.fused if fused else Layers.torch)
+        ours = initial_model(config, attention, device, Layers.torch if backend == name else Layers.fused)
         forward = compile_model(ours)
         return ours, lambda tokens, targets, seed: forward(tokens, targets, dropout_seed=seed)
 
@@ -149,13 +151,14 @@ class Contender:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
 
 
-def causal_standard(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> AttentionFn:
-    """`standard_attention` as our model takes it, with its mask made once."""
+def _with_bias(name: str, config: GPTConfig, device: torch.device, dtype: torch.dtype) -> AttentionFn:
+    """One of `BIASED` as our model takes it."""
+    function = BIASED[name]
     like = torch.empty(1, 1, config.seq_len, 1, dtype=dtype, device=device)
     bias = score_bias(like, causal=True, kv_lengths=None)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0, **options: object) -> Tensor:
-        return standard_attention(q.to(dtype), k.to(dtype), v.to(dtype), bias, dropout_p)
+        return function(q.to(dtype), k.to(dtype), v.to(dtype), bias, dropout_p)
 
     return attention
 

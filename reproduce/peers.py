@@ -7,7 +7,6 @@ Each is made anew for a workload: its mask is built once, and what is compiled i
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,13 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels import AttentionError, fusion, get_attention, resolve_attention
 from kernels.library import compiled_flex_attention
 
+from .standard import CUT, cut_causal, masked_from, standard_attention
 from .standard import NAME as STANDARD
-from .standard import masked_from, standard_attention
 
 if TYPE_CHECKING:
     from .attention import Inputs, Workload
 
-COMPILED, CUT = f"{STANDARD}+compiled", f"{STANDARD}+cut"
+COMPILED = f"{STANDARD}+compiled"
 STORED_P = "stored_p"
 EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK = "sdpa_efficient+mask", "sdpa_cudnn+mask", "flex+mask"
 DETERMINISTIC = "fa4+deterministic"
@@ -51,8 +50,7 @@ def _standard(function: Callable[..., torch.Tensor], inputs: Inputs, number: int
 
 def standard_cut() -> Attend:
     """Standard attention that reads its mask where it hides something alone, which takes knowing what it looks like:
-    the padding from the shortest sequence's end on; under a causal mask a quarter of the queries at a time, with the
-    keys that they see."""
+    the padding from the shortest sequence's end on; a causal mask as `cut_causal` does."""
     shortest: list[
         int
     ] = []  # all inputs of a workload have the same lengths, and reading them waits for the device
@@ -60,14 +58,7 @@ def standard_cut() -> Attend:
     def attend(inputs: Inputs, number: int) -> torch.Tensor:
         (q, k, v), bias = inputs.qkv, inputs.bias()
         if inputs.workload.causal:
-            ends, parts = [q.shape[2] * n // 4 for n in range(5)], []
-            spans = list(itertools.pairwise(ends))
-            quarters = zip(spans, q.split([b - a for a, b in spans], 2), strict=True)
-            for (a, b), rows in reversed(list(quarters)):
-                # Of those of the quarter behind: so no gradient of all keys is filled up for each quarter.
-                k, v = k[:, :, :b], v[:, :, :b]
-                parts.append(masked_from(rows, k, v, bias[a:b, a:b], a, inputs.dropout_p))
-            return torch.cat(parts[::-1], 2)
+            return cut_causal(q, k, v, bias, inputs.dropout_p)
         if not shortest:
             shortest.append(int(inputs.kv_lengths.min()))
         return masked_from(q, k, v, bias[..., shortest[0] :], shortest[0], inputs.dropout_p)

@@ -21,6 +21,7 @@ from training.metrics import peak_flops
 from . import contenders, nanogpt, timing
 from .contenders import FUSED, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES, PADDED, Contender, initial_model
 from .experiment import Options, ReproduceError, Sample, Timing
+from .standard import CUT
 from .standard import NAME as STANDARD
 from .training_figures import draw, judge
 
@@ -53,7 +54,8 @@ class Settings(Timing):
     # For the compiled parts, as in nanoGPT's training.
     compiled_dtype: str = "bfloat16"
     dropout: float = 0.1
-    # Names in kernels.ATTENTION for the part `small`; if empty, all but the historical ones. Other parts use `core`.
+    # Names in kernels.ATTENTION for the part `small`; if empty, all but the historical ones. Other parts use `core`,
+    # where standard attention brings the form that is cut to its mask.
     backends: tuple[str, ...] = ()
     core: tuple[str, ...] = ("naive", STANDARD, "sdpa", "flash")
     # torch.compile's backend.
@@ -114,7 +116,8 @@ def run(options: Options) -> None:
 
 def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
     """The groups with their contenders, the most useful first."""
-    base, small, medium, core = settings.contexts[0], settings.small, settings.medium, settings.core
+    base, small, medium = settings.contexts[0], settings.small, settings.medium
+    core = tuple(each for name in settings.core for each in ((name, CUT) if name == STANDARD else (name,)))
     everyone = settings.backends or tuple(contenders.backends())
     fused = core[-1] + FUSED
     peers = (NANOGPT, NANOGPT_BIASES) if settings.nanogpt else ()
@@ -148,7 +151,7 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
     for mode in ("eager", "compiled"):
         for context in settings.contexts[mode == "eager" :]:  # eager, `small` has the first one
             # What the claim sets beside each other: flash at every length, standard attention at the first.
-            add("context", small, context, core if context == base else core[-2:], mode)
+            add("context", small, context, core if context == base else settings.core[-2:], mode)
     add("medium", medium, base, (*huggingface, *core, fused))
     for mode in ("eager", "compiled"):
         for context in settings.gpt3_contexts:
