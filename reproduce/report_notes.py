@@ -42,6 +42,8 @@ def notes(documents: list[Results]) -> Iterator[str]:
     for document in documents:
         if _timed_once(document):
             continue
+        if once := {each["kind"] for each in document["samples"] if "ms" in each and "process" not in each}:
+            yield f"of {name_of(document)}, 1 process timed {', '.join(sorted(once))}"
         for processes, points in sorted(_timed_by_fewer(document).items()):
             yield f"of {name_of(document)}, {processes} process{'es' * (processes > 1)} timed {points}"
     yield from _listed("some samples failed, whose files say why", documents, _failed)

@@ -1051,12 +1051,17 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
         {**steps, "part": part, "process": n} for part, n in (("small", 0), ("medium", 0), ("medium", 1))
     ]
     write(tmp_path, "training", parts, settings={"processes": 2})
+    races = [{"kind": kind, "length": 1024, "ms": ms} for kind in ("programs", "flash1 tiles")]
+    write(tmp_path, "history", [{**races[0], "process": n} for n in (0, 1)] + races[1:])
     assert main(["report", "--results", str(tmp_path)]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert [line for line in notes if "head_dim above 128" in line] == [
         f"note: attention on {GPU}, traffic on {GPU}, {older_code.FASTER_SINCE[old][0].words}"
     ]
     assert f"note: of training on {GPU}, 1 process timed small eager gpt2_small 1024" in notes
+    assert [line for line in notes if "history" in line] == [
+        f"note: of history on {GPU}, 1 process timed flash1 tiles"
+    ]
     assert not any("code has changed" in line for line in notes)
 
 
