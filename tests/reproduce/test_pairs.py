@@ -171,9 +171,6 @@ def test_readme_and_measurements_say_what_the_committed_pairs_give():
     h100, h200 = (pairs.of_pairs(its) for its in pairs.by_card(trained).values())
     assert (len(found), once.holds, h100.holds, h200.holds) == (7, True, False, True)
 
-    def shown(mean: pairs.Mean) -> str:
-        return str(mean).replace(" nats, 95 % interval", ",")
-
     readme, page = (
         " ".join((ROOT / name).read_text().split()).replace("*", "")
         for name in ("README.md", "docs/measurements.md")
@@ -188,9 +185,3 @@ def test_readme_and_measurements_say_what_the_committed_pairs_give():
         in readme
     )
     assert f"by {h200.spare:.4f} for the H200's four (by {mean.gap:.4f} not)" in readme
-    assert f"it is {shown(once)}, within the rule by {once.spare:.4f}" in page
-    assert f"H100's three pairs do not keep it ({shown(h100)}; {h100.gap:.4f})" in page
-    assert (
-        f"H200's four do, by {h200.spare:.4f} ({shown(h200)}; {h200.gap:.4f}), though not against {mean.gap:.4f}"
-        in page
-    )
