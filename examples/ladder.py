@@ -1,11 +1,11 @@
-"""From standard attention to FlashAttention-2, a rung at a time: docs/ladder.md, running.
+"""From standard attention to our Hopper kernels, a rung at a time: docs/ladder.md, running.
 
     python examples/ladder.py [PICTURE.svg]
 
-Seconds on a CPU, in Triton's interpreter. Every rung computes the same attention of one head in float16, is
+Half a minute on a CPU, in Triton's interpreter. Every rung computes the same attention of one head in float16, is
 checked against float64, and says how many bytes it asks of memory; the picture shows these against length. Editors
 run the cells between `# %%` one by one. In a checkout `tilegpt` is the folder beside this file; elsewhere
-`pip install . matplotlib` brings what it needs.
+`pip install . matplotlib` brings what it needs, but for the last rung, which the tests' emulator runs.
 """
 
 # %% Triton decides when it is imported whether to interpret.
@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from tilegpt.kernels import get_attention
-from tilegpt.kernels.versions import kernels_lack
+from tilegpt.kernels.versions import gluon_lacks, kernels_lack
 
 if missing := kernels_lack():
     sys.exit(f"our kernels need {missing}")
@@ -34,8 +34,10 @@ HEAD_DIM = 64
 KEYS = 64  # in a tile of rung 5
 # Queries in a tile, which share each load of K and V; on rung 6 keys, which share one of q and out.
 TILES = {"two passes": 64, "FlashAttention": 128, "FlashAttention-2": 128}
+HOPPER = "Hopper kernels"  # their tiles depend on the length
+EMULATOR = Path(__file__).parents[1] / "tests" / "kernels" / "emulator.py"
 LENGTHS = [2**n for n in range(8, 17)]  # of the picture
-COLOURS = ("#D55E00", "#E69F00", "#CC79A7", "#009E73", "#7F7F7F", "#000000", "#0072B2", "#56B4E9")
+COLOURS = ("#D55E00", "#E69F00", "#CC79A7", "#009E73", "#7F7F7F", "#000000", "#0072B2", "#8B4513", "#56B4E9")
 
 
 # %% Rungs 1 to 3: scores and probabilities in memory. What differs is how often softmax walks over them.
@@ -76,7 +78,7 @@ def one_pass(q, k, v):
     return out
 
 
-# %% Rungs 4, 6 and 7 are backends of `attention=`. Rung 8 is in Gluon, which Triton's interpreter does not run.
+# %% Rungs 4, 6 and 7 are backends of `attention=`.
 def backend(name):
     attention = get_attention(name)
     return lambda q, k, v: attention(q, k, v, causal=False)
@@ -88,6 +90,25 @@ def first_flash(q, k, v):
         return backend("flash1")(q, k, v)
 
 
+# %% Rung 8 is in Gluon, which Triton's interpreter does not run: the tests' emulator does, warp by warp.
+def hopper_kernels(q, k, v):
+    sys.path.insert(0, str(EMULATOR.parents[2]))
+    from tilegpt.kernels.flash.call import Options, Tensors
+    from tilegpt.kernels.flash.hopper import launch as hopper
+
+    from tests.kernels.emulator import emulate
+
+    def launch(pointers, _, prepare, moved, describe):
+        kernel, grid, numbers, _ = prepare()
+        asked = emulate(kernel, grid, (*describe(*moved), *pointers, *numbers))
+        assert asked == bytes_moved(HOPPER, q.shape[2])
+
+    hopper.launch, hopper.sm_count = launch, lambda device: 1
+    out, statistic = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    hopper.forward(q, k, v, out, out, statistic, Tensors(), Options(False, HEAD_DIM**-0.5))
+    return out
+
+
 RUNGS = {
     "standard": with_softmax(partial(torch.softmax, dim=-1)),
     "safe softmax": with_softmax(safe_softmax),
@@ -96,6 +117,7 @@ RUNGS = {
     "one pass": one_pass,
     "FlashAttention": first_flash,
     "FlashAttention-2": backend("flash"),
+    HOPPER: hopper_kernels,
 }
 
 
@@ -104,7 +126,8 @@ def bytes_moved(rung, length):
     matrix = 2 * length**2  # the scores, or the probabilities
     rows = 2 * length * HEAD_DIM  # q, k, v or out
     floats = 4 * length  # a statistic of each query
-    tiles = -(-length // TILES.get(rung, length))
+    in_tile = TILES.get(rung, length) if rung != HOPPER else 192 if length >= 2048 else 128
+    tiles = -(-length // in_tile)
     products = 4 * rows + 2 * matrix + 4  # operands read, results written once; a zero for baddbmm
     return {
         "standard": products + 2 * matrix,
@@ -118,6 +141,7 @@ def bytes_moved(rung, length):
         "FlashAttention": (2 + 3 * tiles - 1) * rows + 2 * (2 * tiles - 1) * floats,
         # q and out once; for every tile of queries K and V
         "FlashAttention-2": (2 + 2 * tiles) * rows + floats,
+        HOPPER: (2 + 2 * tiles) * rows + floats,
     }[rung]
 
 
@@ -129,12 +153,12 @@ def run(length=256):
     print(f"one head, {length} queries and keys, head_dim {HEAD_DIM}, float16, not causal")
     print(f"{'rung':18}{'largest error':>14}{'bytes':>12}{'at 1024':>13}")
     for name, attend in RUNGS.items():
+        if name == HOPPER and (missing := gluon_lacks() or (not EMULATOR.exists() and "a checkout's tests/")):
+            print(f"{name:18}not run: here they need {missing}")
+            continue
         error = (attend(q, k, v).double() - exact).abs().max().item()
         print(f"{name:18}{error:14.1e}{bytes_moved(name, length):12,}{bytes_moved(name, 1024):13,}")
         assert error < 2e-3, f"{name} is wrong"  # float16 keeps 11 bits of values below 2
-    print(
-        f"{'Hopper kernels':18}not run: for an H100 or H200; tests/kernels/test_hopper_emulated.py emulates it"
-    )
 
 
 # %% Draw the curves: the same file each time.
@@ -162,9 +186,10 @@ def draw(picture):
         figure, (whole, pair) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
         for number, (name, curve) in enumerate(curves.items()):
             colour = COLOURS[number]
-            whole.plot(LENGTHS, curve, color=colour, gid=f"curve-{number}")
+            dashes = "--" if HOPPER in name else "-"  # up to 1024 on the curve before
+            whole.plot(LENGTHS, curve, dashes, color=colour, gid=f"curve-{number}")
             per_pair = [count / length**2 for count, length in zip(curve, LENGTHS, strict=True)]
-            pair.plot(LENGTHS, per_pair, color=colour, label=name)
+            pair.plot(LENGTHS, per_pair, dashes, color=colour, label=name)
         for axes, title in (
             (whole, "Bytes read and written"),
             (pair, "Bytes for each pair of query and key"),
