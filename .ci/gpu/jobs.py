@@ -62,7 +62,11 @@ JOBS |= {
     "random": Job("300 random calls of each kind", script("tests.sh random"), limit=500),
     "sanitizer": Job("compute-sanitizer over every kernel", script("sanitizer.sh"), limit=400),
     "repeats": Job("equal runs whose compilers share no file", script("repeats.sh"), limit=400),
-    "contention": Job("14 processes repeat training steps bit for bit", script("contention.sh"), limit=400),
+    "contention": Job(
+        "14 processes repeat training steps, and attention alone in nine forms, bit for bit",
+        script("contention.sh"),
+        limit=400,
+    ),
     "host": Job(
         "what a call costs the host; few jobs at the same time", measure("whole benchmarks host"), limit=240
     ),
