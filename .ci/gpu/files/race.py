@@ -90,12 +90,13 @@ class Inputs:
 
 
 def fa4_packed(inputs: Inputs, p: Point) -> torch.Tensor:
-    """FlashAttention-4 of one row whose queries and keys have offsets of their own."""
-    of_queries, of_keys = inputs.features["cu_seqlens"], inputs.features["cu_seqlens_k"]
+    """FlashAttention-4's own call for the documents of one row, whose keys may have offsets of their own."""
+    of_queries = inputs.features["cu_seqlens"]
+    of_keys = inputs.features.get("cu_seqlens_k", of_queries)
     function = get_attention("fa4").keywords["flash_attn_varlen_func"]
     q, k, v = (x[0].transpose(0, 1) for x in inputs.qkv)
     given = {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys, "causal": p.causal}
-    given |= {"max_seqlen_q": 2048, "max_seqlen_k": k.shape[0]}
+    given |= {"max_seqlen_q": 2048, "max_seqlen_k": 2048 if of_keys is of_queries else k.shape[0]}
     return function(q, k, v, **given)[0].transpose(0, 1)[None]
 
 
@@ -149,7 +150,9 @@ def contenders(p: Point) -> dict[str, Attend]:
         if PART in ("wide_padding", "wide_dropout") and "dropout" in p.feature:
             found["sdpa_flash"] = functools.partial(library, "sdpa_flash")
         elif PART in ("wide_features", "wide_padding", "full") and not (padded and p.causal):
-            found["fa4"] = fa4_itself
+            # The wrapper prepares documents slowly.
+            of_row = p.kind == "row" and p.feature == "documents"
+            found["fa4"] = fa4_packed if of_row else fa4_itself
     elif PART != "ours":
         found |= {name: functools.partial(library, name) for name in LIBRARIES}
     return found

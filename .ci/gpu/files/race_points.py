@@ -117,6 +117,7 @@ POINTS = {
         *every("tokens", (2048,), (64, 128), FULL, ("window", "documents")),
         *every("tokens", (4096,), (96, 160, 192), FULL, ("window", "documents")),
         *every("row", (4096,), (64, 128), FULL, ("window+longer",)),
+        *every("row", (16384, 4096), (64, 128, 256), FULL, ("documents",)),
     ],
     "wide_dropout": [
         *every("tokens", (4096, 1024), (136, 184), BOTH, ("dropout",)),
