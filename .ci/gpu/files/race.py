@@ -3,7 +3,9 @@
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
 features, wide_features and wide_padding (136 to 256), wide_dropout (dropout, and ALiBi beside padding, where neither
 was taken before), by_query (documents whose keys have offsets of their own, or with key padding), full (documents and
-windows, and windows with padding), combined (features with each other and of other sizes; ../rows.py reads it).
+windows, and windows with padding), untimed (softcap and ALiBi with precise_delta, documents or padding, features at
+head_dim 32, 80 and 96: what tier=hopper has and `auto` does not take, as nobody timed it), combined (features with
+each other and of other sizes). ../rows.py reads the last two.
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
@@ -136,7 +138,7 @@ def fa4_itself(inputs: Inputs, p: Point) -> torch.Tensor:
 def contenders(p: Point) -> dict[str, Attend]:
     found: dict[str, Attend] = {"hopper": functools.partial(flash, HOPPER)}
     found["portable"] = functools.partial(flash, "triton")
-    if PART == "combined":
+    if PART in ("combined", "untimed"):
         return found
     if PART == "by_query":  # beside documents alone: what the keys' own bounds cost
         found["documents"] = functools.partial(documents_alone, HOPPER if p.causal else "triton")
