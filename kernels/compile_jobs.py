@@ -122,6 +122,8 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
         sets = [each for count in range(most + 1) for each in itertools.combinations(uses, count)]
         sets += [tuple(name for name in uses if name in two) for two in TOGETHER.get(head_dim, ())]
         for used, causal, length, apart in itertools.product(sets, (True, False), LENGTHS, APART):
+            if apart and "cu_seqlens" in used and "cu_seqlens_k" not in used:
+                continue  # such documents have as many keys as queries
             call = (length, length + APART[apart], causal)
             request = AttentionRequest(CUDA, torch.bfloat16, head_dim, frozenset(used), "hopper", *call)
             if hopper_needs(which, request) is None:

@@ -121,6 +121,8 @@ POINTS = {
         *every("tokens", (4096,), (96, 160, 192), FULL, ("window", "documents")),
         *every("row", (4096,), (64, 128), FULL, ("window+longer",)),
         *every("row", (16384, 4096), (64, 128, 256), FULL, ("documents",)),
+        *every("tokens", (4096, 1024), (64, 128, 256), FULL, ("window+documents", "window+longer")),
+        *every("128", (512,), (64, 128), FULL, ("window+documents",)),
     ],
     "untimed": [
         *every("tokens", (4096,), (128, 64), BOTH, PRECISE_MODS),
