@@ -38,10 +38,10 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 LENGTHS = (256, 512, 1024, 2048, 16384)
 # Head_dims whose tiles are filled up with zeros (columns.py), by width: with one feature at a time. MORE: without,
 # at one length; 72, 136 and 200 are odd multiples of 8, where offsets need the most care.
-FILLED = {64: (32,), 128: (96,), 256: (160,)}
+FILLED = {64: (32,), 128: (96,), 256: (160, 200)}
 # Two that only go together up to 192 (dispatch.py).
 TOGETHER = {160: ({"dropout_p", "precise_delta"}, {"alibi_slopes", "kv_lengths"})}
-MORE, OF_MORE = {128: (72,), 256: (136, 192, 200)}, 512
+MORE, OF_MORE = {128: (72,), 256: (136, 192)}, 512
 GELU = ("gelu_product", "gelu_product_backward")
 FLASH3 = ("flash3_in_turn", "flash3_unspecialised")  # also in kernels/history
 CUDA = torch.device("cuda")
@@ -122,6 +122,8 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
         sets = [each for count in range(most + 1) for each in itertools.combinations(uses, count)]
         sets += [tuple(name for name in uses if name in two) for two in TOGETHER.get(head_dim, ())]
         for used, causal, length, apart in itertools.product(sets, (True, False), LENGTHS, APART):
+            if apart and "cu_seqlens" in used and "cu_seqlens_k" not in used:
+                continue  # such documents have as many keys as queries
             call = (length, length + APART[apart], causal)
             request = AttentionRequest(CUDA, torch.bfloat16, head_dim, frozenset(used), "hopper", *call)
             if hopper_needs(which, request) is None:

@@ -1,5 +1,6 @@
 """The jobs of .ci/gpu, and their runner, without a GPU."""
 
+import importlib
 import json
 import os
 import re
@@ -8,7 +9,11 @@ import sys
 import tarfile
 
 import pytest
+import torch
 
+from kernels.features import FEATURES
+from kernels.flash.dispatch import hopper_needs
+from kernels.registry import AttentionRequest
 from reproduce.experiment import pick
 from reproduce.older_code import FASTER_SINCE
 from reproduce.results import changed_since, faster_since, timed_again, without_outrun
@@ -69,6 +74,28 @@ def test_a_job_brings_back_what_a_run_has_written_and_says_what_it_could_not(tmp
     assert (tmp_path / "out" / "runs" / "a" / "metrics.csv").read_text() == "step\n"
     assert said["out"] == ""  # of what it has not written yet
     assert "metrics.csv" in said["taken"]
+
+
+NAMES = {
+    "alibi": "alibi_slopes",
+    "documents": "cu_seqlens",
+    "dropout": "dropout_p",
+    "padding": "kv_lengths",
+    "precise": "precise_delta",
+}
+
+
+def test_the_hopper_kernels_have_all_that_is_raced_as_never_timed(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER / "files")
+    raced = importlib.import_module("race_points").POINTS["untimed"]
+    assert len(raced) == len(set(raced))
+    for point in raced:
+        features = frozenset(NAMES.get(word, word) for word in point.feature.split("+") if word)
+        assert features <= FEATURES.keys()
+        asked = torch.device("cuda"), torch.bfloat16, point.head_dim, features, "hopper"
+        call = point.length, point.length, point.causal
+        for which in ("forward", "backward"):
+            assert hopper_needs(which, AttentionRequest(*asked, *call)) is None, point
 
 
 @pytest.mark.slow  # it imports every experiment

@@ -62,7 +62,11 @@ JOBS |= {
     "random": Job("300 random calls of each kind", script("tests.sh random"), limit=500),
     "sanitizer": Job("compute-sanitizer over every kernel", script("sanitizer.sh"), limit=400),
     "repeats": Job("equal runs whose compilers share no file", script("repeats.sh"), limit=400),
-    "contention": Job("14 processes repeat training steps bit for bit", script("contention.sh"), limit=400),
+    "contention": Job(
+        "14 processes repeat training steps, and attention alone in nine forms, bit for bit",
+        script("contention.sh"),
+        limit=400,
+    ),
     "host": Job(
         "what a call costs the host; few jobs at the same time", measure("whole benchmarks host"), limit=240
     ),
@@ -78,6 +82,8 @@ for name, what in {
     "wide_padding 0": "padding, dropout and sinks at head_dim 136 to 256 on the Hopper kernels",
     "wide_dropout 0": "new forms with dropout, and ALiBi with padding, at head_dim 136 to 192 on the Hopper kernels",
     "full 0": "full documents and windows, and windows with key padding, on the Hopper kernels",
+    "untimed 0": "softcap and ALiBi beside others, features at head_dim 32, 80 and 96: not in auto, as never timed",
+    "untimed 1": "the same in another process",
     "by_query 0": "documents whose keys have offsets of their own, or key padding, on the Hopper kernels",
 }.items():
     JOBS[f"race_{name.replace(' ', '_')}"] = Job(what, script(f"race.sh {name}"))

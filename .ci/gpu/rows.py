@@ -1,8 +1,9 @@
-"""What a race means for `auto`: python .ci/gpu/rows.py COMBINED.json ..., of files/race.py's part `combined`.
+"""What a race means for `auto`: python .ci/gpu/rows.py RACE.json ..., of files/race.py's parts combined and untimed.
 
 Prints rows of kernels/flash/dispatch.py's FASTER as these samples alone ask for them, with the times over the
-portable kernels' for a comment; then, of features with each other and of lengths apart, what they took; and all
-points at which today's `auto` takes the slower kernels. Edit the table and run it again.
+portable kernels' for a comment; then, of features with each other, of lengths apart and of bounds without the causal
+mask (BY_QUERY), what they took; and all points at which today's `auto` takes the slower kernels. Edit the table and
+run it again.
 """
 
 import itertools
@@ -34,6 +35,12 @@ class Cell:
     @property
     def apart(self) -> int:
         return self.queries if "longer" in self.sample["feature"] else 0
+
+    @property
+    def beside(self) -> str:
+        """What keeps it apart from the rows of its features."""
+        by_query = not self.sample["causal"] and not {"cu_seqlens", "window"}.isdisjoint(self.names)
+        return "unequal lengths" if self.apart else "causal=False" if by_query else ""
 
     def auto_needs(self) -> str | None:
         """What `auto` asks for to take the Hopper kernels here, or None: it takes them."""
@@ -69,10 +76,10 @@ def main(*paths: str) -> None:
     cells = [Cell(sample, which) for which in ("forward", "backward") for sample in raced]
     kinds: dict[tuple, list[Cell]] = {}
     for each in sorted(cells, key=lambda each: (each.which == "backward", each.names, each.head_dim)):
-        kinds.setdefault((each.which, "unequal lengths" if each.apart else "", *each.names), []).append(each)
-    for (which, unequal, *names), of_kind in kinds.items():
-        combined = unequal or len(names) > 1
-        named = " ".join([*names, unequal]).strip()
+        kinds.setdefault((each.which, each.beside, *each.names), []).append(each)
+    for (which, beside, *names), of_kind in kinds.items():
+        combined = beside or len(names) > 1
+        named = " ".join([*names, beside]).strip()
         print(f"{which}, {named}:" if combined else f'("{which}", "{named}"):')
         for head_dim, group in itertools.groupby(of_kind, key=lambda each: each.head_dim):
             at, of_dim = row(group := list(group)), f"{head_dim}, {head_dim}"

@@ -115,8 +115,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         WIDE,
     ),
 }
-# Rows that calls with bounds by query need besides those of their features: of a pass, by what gives them such bounds
-# (the last of `_by_query`'s).
+# Rows that calls with bounds by query need besides those of their features: of a pass, by what gives such bounds.
 BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", "causal=False"): (
         Faster(64, 64, tiles=2048),  # 0.84 to 0.97; few 1.02 to 1.35
@@ -124,8 +123,8 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
         WIDE,  # 0.40 to 0.85
     ),
     ("forward", "cu_seqlens_k"): (
-        Faster(64, 64, 4096),  # 0.80 to 1.02; fewer queries 0.81 to 1.42
-        Faster(128, 128, 2048),  # 0.60 to 0.86; fewer 0.94 to 1.09
+        Faster(64, 64, 4096),  # 0.88 to 0.99 before out by TMA, which takes 0.98; fewer queries 0.91 to 1.45
+        Faster(128, 128, 2048),  # 0.60 to 0.85; fewer 0.94 to 1.09
         WIDE,  # 0.45 to 0.79
     ),
     ("forward", "kv_lengths"): (
@@ -141,7 +140,7 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("backward", "kv_lengths"): (
         Faster(64, 64, tiles=2048),  # 0.77 to 0.95, but in two rows of 8,192 1.01 and 1.23; few 0.98 to 1.31
         Faster(128, 128, tiles=512),  # 0.64 to 0.81; few 0.87 to 1.10
-        WIDE,  # 0.41 to 0.61; few 0.74 to 0.90
+        WIDE,  # 0.41 to 0.61, at 128 tiles 0.74 to 0.90
     ),
 }
 # For each of these, all the features it was timed with; a feature that is not here was timed with every other.
@@ -188,7 +187,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     if "cu_seqlens_k" in features and "cu_seqlens" not in features:
         return "cu_seqlens beside cu_seqlens_k"
     if by_query and (others := sorted(NOT_BY_QUERY & features)):
-        return f"attention without {others[0]} combined with {' and '.join(by_query)}"
+        return f"attention without {others[0]} combined with {by_query[-1]}"
     if "block_mask" in features and bounds:
         return f"attention without {bounds[0]} combined with block_mask"
     for name in ("kv_lengths", "dropout_p"):
@@ -209,8 +208,8 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     odd = (
         request.head_dim > 192 and request.head_dim % 16
     )  # with padding by query 8 to 16 B, with dropout 4 to 20
-    if which == "forward" and by_query and "kv_lengths" in features and odd:
-        with_these = " and ".join(by_query)
+    if which == "forward" and by_query and odd and not features.isdisjoint(("kv_lengths", "precise_delta")):
+        with_these = by_query[-1] + " and precise_delta" * ("kv_lengths" not in features)
         return f"a head_dim that 16 divides with {with_these} above 192, not {request.head_dim}"
     if "dropout_p" in features and odd:
         return f"a head_dim that 16 divides with dropout_p above 192, not {request.head_dim}"
@@ -224,13 +223,13 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     return _needs_to_be_faster(which, request) if request.tier == "auto" else None
 
 
-def _by_query(request: AttentionRequest) -> tuple[str, str] | None:
-    """Documents or a window whose bounds are by query (`masks.by_query`), and what they are so beside; else None."""
+def _by_query(request: AttentionRequest) -> list[str]:
+    """Why documents or a window have bounds by query (`masks.by_query`); the last word is a key of BY_QUERY."""
     bound = next((name for name in BOUNDS if name in request.features), None)
     beside = [name for name in ("cu_seqlens_k", "kv_lengths") if name in request.features]
-    if bound is None or not (beside or request.causal is False):
-        return None
-    return bound, beside[-1] if beside else "causal=False"
+    if not beside and request.causal is False:
+        beside = ["causal=False"]
+    return [f"{bound} and {name}" for name in beside] if bound else []
 
 
 def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
@@ -240,8 +239,10 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
     if "cu_seqlens_k" in features:
         features -= {"window"}  # the bounds of a call contain it
     asked = {name: FASTER.get((which, name), AS_WITHOUT) for name in ("", *sorted(features))}
-    if by_query := _by_query(request):
-        asked[" and ".join(by_query)] = BY_QUERY[which, by_query[1]]
+    for why in _by_query(request):
+        asked[why] = BY_QUERY[which, why.rpartition(" ")[2]]
+        if why.endswith("causal=False") and features.issuperset(BOUNDS):  # not run on a GPU
+            return f"attention without window combined with {why}"
     for name, rows in asked.items():
         with_name = f" with {name}" if name else ""
         its = [row for row in rows if row.smallest <= head_dim <= row.largest]

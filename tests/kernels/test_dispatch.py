@@ -127,6 +127,27 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "head_dim 128 or 136 to 256 with window and kv_lengths, not 64",
         ),
         ("window kv_lengths", {"head_dim": 128, "length": 4096, "heads": 64}, "hopper", "hopper", None),
+        (
+            "cu_seqlens window",
+            {"causal": False, "head_dim": 128},
+            "triton",
+            "triton",
+            "attention without window combined with cu_seqlens and causal=False",
+        ),
+        (
+            "cu_seqlens cu_seqlens_k kv_lengths",
+            {"head_dim": 128, "length": 1024, "heads": 512},
+            "triton",
+            "hopper",
+            "2048 queries or more with cu_seqlens and cu_seqlens_k, not 1024",
+        ),
+        (
+            "window precise_delta",
+            {"causal": False, "head_dim": 248, "tier": "hopper"},
+            "triton",
+            "hopper",
+            "a head_dim that 16 divides with window and causal=False and precise_delta above 192, not 248",
+        ),
         ("cu_seqlens", {"causal": False, "head_dim": 128, "tier": "hopper"}, "hopper", "hopper", None),
         (
             "window kv_lengths",
@@ -533,7 +554,7 @@ def test_the_docs_table_has_just_what_the_hopper_kernels_do_not_combine() -> Non
     for features, head_dim, causal, apart in itertools.product(sets, head_dims, (True, False), (0, 32, 64)):
         asked = {"length": 1024, "kv_len": 1024 + apart, "causal": causal, "tier": "hopper"}
         request = AttentionRequest(torch.device("cuda"), torch.bfloat16, head_dim, features, **asked)
-        by_query = dispatch._by_query(request) is not None
+        by_query = bool(dispatch._by_query(request))
         there = {"nothing", *features} | ({"by query"} if by_query else set())
         for multiple in (64, 128):
             if apart % multiple:

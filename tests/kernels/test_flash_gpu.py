@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import kernels
+from kernels.features import FEATURES
+from kernels.flash import dispatch
+from kernels.registry import AttentionRequest
 from tests.kernels.accuracy import assert_as_accurate, inputs, run
 from tests.kernels.bits import assert_equal, assert_repeats
 from tests.kernels.hopper import HOPPER, ON_HOPPER
@@ -146,11 +149,14 @@ def features() -> dict[str, dict[str, object]]:
 def test_features_are_exact_and_250_repeats_agree_bit_for_bit(
     flash, name: str, kv_heads: int, head_dim: int
 ) -> None:
-    portable = name in ("full window", "together", "keys of their own offsets", "documents with padding")
-    portable = portable or (head_dim > 128 and name != "precise_delta")
-    if flash.keywords["tier"] == "hopper" and portable:
-        pytest.skip("there are no other kernels than the portable ones for it, in one pass at least")
     options = features()[name]
+    call = 1000, 1000, options.get("causal", True)
+    names = frozenset(options.keys() & FEATURES.keys())
+    asked = AttentionRequest(
+        torch.device("cuda"), torch.bfloat16, head_dim, names, flash.keywords["tier"], *call
+    )
+    if why := dispatch.refuses(asked):
+        pytest.skip(why)
     heads = {"batch": 2, "heads": 4, "kv_heads": kv_heads}
     *tensors, d_out = inputs(1000, 1000, head_dim, torch.bfloat16, **heads, device="cuda")
     assert_as_accurate(assert_repeats(run, flash, tensors, d_out, **options), tensors, d_out, **options)

@@ -73,6 +73,36 @@ def test_a_launch_has_the_tensors_that_its_form_takes(head_dim: int) -> None:
         assert q.dtype in key
 
 
+@pytest.mark.parametrize(
+    ("consumers", "length", "given"),
+    [
+        (3, 4096, {}),
+        (2, 2048, {}),
+        (2, 4096, {"right": 0}),  # a causal window by another name
+        (2, 4096, {"causal": True}),
+        (2, 4096, {"causal": True, "padded": True}),
+        (2, 4096, {"ragged": True}),  # whether it was causal, its bounds alone know
+        (2, 4096, {"precise_delta": True}),
+    ],
+)
+def test_long_windows_without_a_causal_mask_have_three_consumers(
+    consumers: int, length: int, given: dict[str, bool]
+) -> None:
+    """As full documents. With a causal mask, by query, three took 1.00 to 1.12 of two consumers' time."""
+    from kernels.flash.call import Options, Tensors
+    from kernels.flash.hopper import launch as hopper
+
+    given = {"causal": False, "scale": 1.0, "left": 100} | given
+    padded = torch.ones(1, dtype=torch.int32) if given.pop("padded", False) else None
+    q = torch.empty(1, 2, length, 64, dtype=torch.bfloat16)
+    starts = torch.zeros(1, length, dtype=torch.int32)
+    tensors = Tensors(document_starts=starts, document_ends=starts, kv_lengths=padded)
+    with mock.patch.object(hopper, "launch") as launch, mock.patch("kernels.flash.masks.launch"):
+        hopper.forward(q, q, q, q, q, q[..., 0].float(), tensors, Options(**given))
+    _, _, numbers, _ = launch.call_args.args[2]()
+    assert numbers[-1].CONSUMERS.value == consumers
+
+
 @pytest.mark.parametrize("head_dim", [136, 160, 192, 200, 256])
 def test_few_wide_tiles_are_dealt_where_that_was_timed(head_dim: int) -> None:
     """And not with grouped heads or features; nothing of it is in the form of dQ, which claims its tiles."""

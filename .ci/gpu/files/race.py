@@ -3,7 +3,9 @@
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
 features, wide_features and wide_padding (136 to 256), wide_dropout (dropout, and ALiBi beside padding, where neither
 was taken before), by_query (documents whose keys have offsets of their own, or with key padding), full (documents and
-windows, and windows with padding), combined (features with each other and of other sizes; ../rows.py reads it).
+windows, and windows with padding), untimed (softcap and ALiBi with precise_delta, documents or padding, features at
+head_dim 32, 80 and 96: what tier=hopper has and `auto` does not take, as nobody timed it), combined (features with
+each other and of other sizes). ../rows.py reads the last two.
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on
@@ -90,12 +92,13 @@ class Inputs:
 
 
 def fa4_packed(inputs: Inputs, p: Point) -> torch.Tensor:
-    """FlashAttention-4 of one row whose queries and keys have offsets of their own."""
-    of_queries, of_keys = inputs.features["cu_seqlens"], inputs.features["cu_seqlens_k"]
+    """FlashAttention-4's own call for the documents of one row, whose keys may have offsets of their own."""
+    of_queries = inputs.features["cu_seqlens"]
+    of_keys = inputs.features.get("cu_seqlens_k", of_queries)
     function = get_attention("fa4").keywords["flash_attn_varlen_func"]
     q, k, v = (x[0].transpose(0, 1) for x in inputs.qkv)
     given = {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys, "causal": p.causal}
-    given |= {"max_seqlen_q": 2048, "max_seqlen_k": k.shape[0]}
+    given |= {"max_seqlen_q": 2048, "max_seqlen_k": 2048 if of_keys is of_queries else k.shape[0]}
     return function(q, k, v, **given)[0].transpose(0, 1)[None]
 
 
@@ -135,7 +138,7 @@ def fa4_itself(inputs: Inputs, p: Point) -> torch.Tensor:
 def contenders(p: Point) -> dict[str, Attend]:
     found: dict[str, Attend] = {"hopper": functools.partial(flash, HOPPER)}
     found["portable"] = functools.partial(flash, "triton")
-    if PART == "combined":
+    if PART in ("combined", "untimed"):
         return found
     if PART == "by_query":  # beside documents alone: what the keys' own bounds cost
         found["documents"] = functools.partial(documents_alone, HOPPER if p.causal else "triton")
@@ -149,7 +152,9 @@ def contenders(p: Point) -> dict[str, Attend]:
         if PART in ("wide_padding", "wide_dropout") and "dropout" in p.feature:
             found["sdpa_flash"] = functools.partial(library, "sdpa_flash")
         elif PART in ("wide_features", "wide_padding", "full") and not (padded and p.causal):
-            found["fa4"] = fa4_itself
+            # The wrapper prepares documents slowly.
+            of_row = p.kind == "row" and p.feature == "documents"
+            found["fa4"] = fa4_packed if of_row else fa4_itself
     elif PART != "ours":
         found |= {name: functools.partial(library, name) for name in LIBRARIES}
     return found

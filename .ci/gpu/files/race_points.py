@@ -57,6 +57,9 @@ PRECISE, SINKS = (tuple(f"{each}+{name}" for name in BOUNDS) for each in ("preci
 LATE = ("precise+sinks", "precise+padding", "precise+dropout")
 TOGETHER = tuple(f"{each}+{name}" for name in BOUNDS for each in SCORE_MODS)
 BY_QUERY = ("own", "documents+padding")
+PRECISE_MODS, MODS_DOCUMENTS, MODS_PADDING = (
+    tuple(f"{each}+{name}" for each in SCORE_MODS) for name in ("precise", "documents", "padding")
+)
 OWN = tuple(f"own+{each}" for each in ("padding", "sinks", "window", "precise"))
 POINTS = {
     "plain": [
@@ -117,6 +120,37 @@ POINTS = {
         *every("tokens", (2048,), (64, 128), FULL, ("window", "documents")),
         *every("tokens", (4096,), (96, 160, 192), FULL, ("window", "documents")),
         *every("row", (4096,), (64, 128), FULL, ("window+longer",)),
+        *every("row", (16384, 4096), (64, 128, 256), FULL, ("documents",)),
+        *every("tokens", (4096, 1024), (64, 128, 256), FULL, ("window+documents", "window+longer")),
+        *every("128", (512,), (64, 128), FULL, ("window+documents",)),
+    ],
+    "untimed": [
+        *every("tokens", (4096,), (128, 64), BOTH, PRECISE_MODS),
+        *every("tokens", (4096,), (256,), BOTH, PRECISE_MODS[:1]),
+        *every("tokens", (4096,), (192,), BOTH, PRECISE_MODS[1:]),
+        *every("tokens", (4096,), (128, 64, 256), CAUSAL, ("softcap+precise+window",)),
+        *every("512", (4096,), (128, 64), BOTH, PRECISE_MODS),
+        *every("tokens", (16384, 1024), (128, 64), CAUSAL, PRECISE_MODS),
+        *every("128", (4096,), (128, 64), BOTH, PRECISE_MODS),
+        *every("tokens", (4096, 1024), (128, 64), CAUSAL, MODS_DOCUMENTS),
+        *every("tokens", (4096,), (256,), CAUSAL, MODS_DOCUMENTS),
+        *every("tokens", (4096,), (128, 64), CAUSAL, ("softcap+precise+documents",)),
+        *every("512", (1024,), (128, 64), CAUSAL, MODS_DOCUMENTS),
+        *every("128", (512,), (128, 64), CAUSAL, MODS_DOCUMENTS),
+        *every("tokens", (4096, 1024), (128, 64), BOTH, MODS_PADDING),
+        *every("tokens", (4096,), (256,), BOTH, MODS_PADDING[:1]),
+        *every("512", (1024,), (128, 64), BOTH, MODS_PADDING),
+        *every("128", (512,), (128, 64), BOTH, MODS_PADDING),
+        *every("tokens", (4096, 1024), (96, 80), BOTH, ALONE),
+        *every("tokens", (4096, 1024), (96, 80), CAUSAL, BOUNDS),
+        *every("512", (1024,), (96, 80), BOTH, ALONE),
+        *every("512", (1024,), (96, 80), CAUSAL, BOUNDS),
+        *every("tokens", (4096, 1024), (32,), BOTH, ("", *ALONE)),
+        *every("tokens", (4096, 1024), (32,), CAUSAL, BOUNDS),
+        *every("128", (512,), (96, 80), BOTH, ALONE),
+        *every("128", (512,), (96, 80), CAUSAL, BOUNDS),
+        *every("tokens", (4096, 1024), (96, 80, 32), BOTH, SCORE_MODS),
+        *every("tokens", (4096, 1024), (96, 80), FULL, BOUNDS),
     ],
     "wide_dropout": [
         *every("tokens", (4096, 1024), (136, 184), BOTH, ("dropout",)),
@@ -170,6 +204,7 @@ TRIED = {
     "features": (("padding", "dropout"), BOTH),
     "by_query": (("own+longer", "same+padding"), BOTH),
     "full": (("documents", "window+padding"), FULL),
+    "untimed": (("softcap+precise", "alibi+padding"), CAUSAL),
     "wide_dropout": (("precise+dropout", "alibi+padding"), BOTH),
     "combined": (("precise+documents", "window+longer"), CAUSAL),
     "wide_features": (("softcap+window", "documents"), CAUSAL),

@@ -79,7 +79,9 @@ def forward(
         lse: float32 (batch, heads, q_len), contiguous.
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
-    full = not options.causal
+    # With offsets of the keys' own the bounds hide whether there was a causal mask; a window that ends at the query's
+    # own key is one.
+    full = not (options.causal or options.ragged or options.right == 0)
     tensors, options = by_query(tensors, options, q, k)
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
     bounded, listed = left >= 0 or tensors.document_starts is not None, key_blocks is not None

@@ -101,16 +101,16 @@ def specify(
         padded: key padding is used, without any of those but bounds by query.
         drop: parameters of dropout, if it is used, without windows, documents and block masks.
         precise: what rounding takes from out is stored too.
-        full: the call has no causal mask; with bounds by query the kernel has none in either case.
+        full: of bounds by query, that they are those of a call without a causal mask.
     """
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
     # but 1.22 at 1024 (causal). A block mask has blocks of 128 rows; dropout's random words need registers. Bounded
-    # rows see as few keys as short sequences: 0.99 to 1.17, but without a causal mask 0.88 to 0.97 from 2048 on; with
-    # precise_delta these spill 8 B.
+    # rows see as few keys as short sequences, but without a causal mask take 0.89 to 0.97 from 4096 on (2048: 0.91 to
+    # 1.01, 1024: 1.00 to 1.13); with precise_delta these spill 8 B.
     width, keys = tile_width(head_dim), block_n(head_dim)
     suited = full and not precise if bounded else not (listed or drop)
-    many = width == 64 and q_len >= MANY_FROM[causal] and suited
+    many = width == 64 and q_len >= MANY_FROM[causal or bounded] and suited
     consumers, stages, registers = (3, 3, 160) if many else (2, max(256 // width, 2), 240)
     uneven = bounded or listed or padded or drop is not None  # dropout: or it spills
     features = (bounded, listed, padded, drop, softcap, precise)
@@ -126,7 +126,8 @@ def specify(
     # query, exponentials before the wait take 0.94 to 1.01 at 256, 0.98 to 1.03 at 192.
     before_wait = dynamic and causal and (many or width > 64) and not drop
     if bounded and not causal:
-        before_wait = many or (head_dim > 192 and not precise)  # both: 28 B spilled
+        # With precise_delta, or where 16 does not divide head_dim, 28 B are spilled.
+        before_wait = many or (head_dim > 192 and head_dim % 16 == 0 and not precise)
     elif width > 128 and not uneven:
         before_wait = not dynamic and not rest_of(head_dim)
     elif not any(features):
