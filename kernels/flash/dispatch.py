@@ -226,7 +226,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
 def _by_query(request: AttentionRequest) -> list[str]:
     """Why documents or a window have bounds by query (`masks.by_query`); the last word is a key of BY_QUERY."""
     bound = next((name for name in BOUNDS if name in request.features), None)
-    beside = [name for name in ("cu_seqlens_k", "kv_lengths") if name in request.features]
+    beside: list[str] = [name for name in ("cu_seqlens_k", "kv_lengths") if name in request.features]
     if not beside and request.causal is False:
         beside = ["causal=False"]
     return [f"{bound} and {name}" for name in beside] if bound else []
