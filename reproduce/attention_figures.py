@@ -15,8 +15,8 @@ from .timing import FASTER, SLOWER, Times, fastest, gain, gains, medians, timed,
 OURS, BASELINE = "flash", "standard"
 FLASH2 = "sdpa_flash"  # FlashAttention-2, as PyTorch has it
 PORTABLE = "flash, portable"  # the Triton kernels, also on a Hopper GPU
-# Standard attention in eager PyTorch; speed-ups are over the fastest of them that was timed. With a causal mask or
-# padding that should be the one cut to its mask, at 0.62 to 0.87 of the first's time (kernels/log/history.md).
+# Standard attention in eager PyTorch; speed-ups are over the fastest of them that was timed: with padding, and in
+# long causal rows, the one cut to its mask.
 EAGER = (BASELINE, CUT, "naive", "sdpa_math")
 FASTEST = "the fastest of the eager forms timed here"
 MASK_NAMES = {"plain": "plain", "padding": "key padding", "padding+dropout": "key padding and dropout"}
@@ -257,7 +257,7 @@ def _judge_approximate(results: Results, found: Verdicts) -> None:
         first, second = paper.LINFORMER_OVERTAKES
         why = f"from {first} or {second} tokens on; a faster exact attention moves it to longer rows; {how}"
         found.add("C9", what, f"between {first} and {second} tokens", ours, first <= overtakes <= second, why)
-        why = f"of those up to {longest}; almost certain, as time is linear in the length with {name} alone"
+        why = f"of those up to {longest}; there must be one beyond, as {name}'s time alone is linear in the length"
         what = f"a length from which on {name} is faster"
         found.add("C9", what, "there is one", ours, overtakes > 0, why)
 

@@ -131,8 +131,8 @@ class Mean(NamedTuple):
     @property
     def told(self) -> str:
         """Itself, and by how much it keeps the rule or misses it."""
-        kept = f"within the rule by {self.spare:.4f}" if self.holds else "not within the rule"
-        return f"{self}, {kept}, other weights {self.gap:.4f}"
+        kept = f"keeps the rule by {self.spare:.4f}" if self.holds else "misses the rule"
+        return f"{self}, {kept}, with its weights' gap {self.gap:.4f}"
 
 
 def of_pairs(trained: list[Trained]) -> Mean | None:
@@ -180,7 +180,7 @@ def judge(trained: list[Trained]) -> list[Verdict]:
             own = of_pairs(its)
             why += f"; {card} alone, {len(matched(its))} pairs: {own.told if own else 'too few to tell'}"
             if own and own.holds and not own._replace(gap=gap).holds:
-                why += f" there, not by {gap:.4f}"
+                why += f", misses it with {gap:.4f}"
     why += f". By pair: {', '.join(f'{each:+.4f}' for each in apart)}"
     verdicts.add("C12", what, "the same", str(mean), mean.holds, why)
     return verdicts

@@ -187,13 +187,12 @@ def judge(results: Results) -> list[Verdict]:
         if {RING, ONE} <= sample["ms"].keys():
             name = default(sample, results["settings"])
             where = f"{sample['length']:,} tokens on {sample['ranks']} GPUs, {name}"
-            hidden = (
-                f"by which a ring takes longer: {not_hidden(sample):.0%} of the time that they take alone"
-            )
+            sent = f"a ring sends {gigabytes(sample, RING):.2g} GB"
+            waits = f"and waits for {not_hidden(sample):.0%} of the time that its messages take alone"
             why = "the paper measured nothing across GPUs, so there is no figure to compare with"
             gain = took(sample, ONE) / took(sample, name)
             if gain.median > 1.01 * sample["ranks"]:
-                why += f"; why more than {sample['ranks']}x was not looked for"
-            ours = f"{gain.shown('{:.2f}x one GPU')}, {gigabytes(sample, RING):.2g} GB between GPUs, {hidden}"
+                why += f"; why more than {sample['ranks']}x is not known"
+            ours = f"{gain.shown('{:.2f}x one GPU')}; {sent}, {waits}"
             found.add("C33", f"{where}: forward and backward", NOT_STATED, ours, None, why)
     return found

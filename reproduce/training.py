@@ -117,9 +117,10 @@ def run(options: Options) -> None:
 def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
     """The groups with their contenders, the most useful first."""
     base, small, medium = settings.contexts[0], settings.small, settings.medium
-    core = tuple(each for name in settings.core for each in ((name, CUT) if name == STANDARD else (name,)))
+    with_cut = (each for name in settings.core for each in ((name, CUT) if name == STANDARD else (name,)))
+    core, ours = tuple(dict.fromkeys(with_cut)), settings.core[-1]
     everyone = settings.backends or tuple(contenders.backends())
-    fused = core[-1] + FUSED
+    fused = ours + FUSED
     peers = (NANOGPT, NANOGPT_BIASES) if settings.nanogpt else ()
     # The attention that the paper compares with, and today's default in transformers.
     huggingface = (HF_EAGER, HF_SDPA)
@@ -147,7 +148,7 @@ def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
     add("padded", small, base, (*padded, fused), "compiled")
     add("dropout", small, base, (*huggingface, *dropped, fused), dropout=settings.dropout)
     for model in (small, medium):
-        add("whole", model, base, (core[-1], fused, *peers), "compiled")
+        add("whole", model, base, (ours, fused, *peers), "compiled")
     for mode in ("eager", "compiled"):
         for context in settings.contexts[mode == "eager" :]:  # eager, `small` has the first one
             # What the claim sets beside each other: flash at every length, standard attention at the first.

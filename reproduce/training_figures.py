@@ -16,11 +16,8 @@ from .timing import FASTER, Times, fastest, timed, took, versus
 STEADY = 1.1
 # The least ratio of tokens/s at context 2048 and 4096 to that at 1024.
 CONTEXT_BOUNDS = {2048: 0.85, 4096: 0.70}
-EAGER = (
-    "naive",
-    STANDARD,
-    CUT,
-)  # standard attention in our model; ratios are over the fastest that was timed
+# Standard attention in our model; ratios are over the fastest that was timed.
+EAGER = ("naive", STANDARD, CUT)
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -81,9 +78,9 @@ def _why_alone(results: Results, sample: Sample) -> str:
     out = [each["contender"] for each in tried if each.get("out_of_memory") and each["contender"] in EAGER]
     if not out:
         return "standard attention was not tried here"
-    why = f"{' and '.join(out)} ran out of memory: every layer's matrices are kept"
+    why = f"{', '.join(out)} ran out of memory: every layer's matrices are kept"
     known = {each["contender"] for each in tried}
-    if left := {"naive", STANDARD} - known:
+    if len(left := {"naive", STANDARD} - known) == 1:
         why += f"; {left.pop()} was not tried: where both ran, their peaks are within 0.1 %"
     if CUT not in known:
         why += f"; {CUT}, which keeps 5/8 of them, was not tried"

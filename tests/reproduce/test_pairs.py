@@ -65,11 +65,11 @@ def test_what_one_weight_counted_once_and_each_card_alone_give_is_computed():
     why = of_two_cards((0.004, -0.001, 0.003))
     assert "the same weights on two GPUs are two pairs; counted once, 3 pairs: +0.0010 nats, " in why
     assert (
-        "A alone, 3 pairs: +0.0000 nats, 95 % interval -0.0066 to +0.0066, within the rule by 0.0598, " in why
+        "A alone, 3 pairs: +0.0000 nats, 95 % interval -0.0066 to +0.0066, keeps the rule by 0.0598, " in why
     )
-    assert "B alone, 3 pairs: +0.0020 nats, 95 % interval -0.0046 to +0.0086, within the rule by 0.0" in why
+    assert "B alone, 3 pairs: +0.0020 nats, 95 % interval -0.0046 to +0.0086, keeps the rule by 0.0" in why
     assert (
-        "B alone, 3 pairs: +0.0500 nats, 95 % interval +0.0500 to +0.0500, not within the rule, "
+        "B alone, 3 pairs: +0.0500 nats, 95 % interval +0.0500 to +0.0500, misses the rule, "
         in of_two_cards((0.05, 0.05, 0.05))
     )
     assert "B alone, 2 pairs: too few to tell" in of_two_cards((0.004, -0.001))
@@ -84,9 +84,10 @@ def test_a_card_that_keeps_the_rule_by_its_own_gap_alone_says_so():
     narrow = [run for n in range(3, 9) for run in pair(n, 2.0 + 0.01 * n, 2.0 + 0.01 * n)]
     (verdict,) = pairs.judge([*narrow, *wide])
     assert re.search(
-        r"; B alone, 3 pairs: .*, within the rule by \S+, other weights \S+ there, not by", verdict.why
+        r"; B alone, 3 pairs: .*, keeps the rule by \S+, with its weights' gap \S+, misses it with",
+        verdict.why,
     )
-    assert verdict.why.count(" there, not by ") == 1
+    assert verdict.why.count("misses it with ") == 1
 
 
 def test_of_one_card_and_other_weights_in_each_pair_there_is_nothing_else_to_tell():
@@ -178,10 +179,11 @@ def test_readme_and_measurements_say_what_the_committed_pairs_give():
     for text in (readme, page):
         assert str(mean).partition("nats, ")[2] in text
     assert f"to each other ({mean.gap:.4f}), a rule" in readme
-    assert f"with each weight counted once it holds by {once.spare:.4f}." in readme
-    assert not h200._replace(gap=mean.gap).holds
     assert (
-        f"By card and the gap there ({h100.gap:.4f}, {h200.gap:.4f}), it does not hold for the H100's"
+        f"each weight counted once ({len(pairs.counted_once(found))} pairs), it is kept by {once.spare:.4f}."
         in readme
     )
-    assert f"by {h200.spare:.4f} for the H200's four (by {mean.gap:.4f} not)" in readme
+    assert not h200._replace(gap=mean.gap).holds
+    assert f"the H100's three pairs miss it (gap {h100.gap:.4f})" in readme
+    kept = f"the H200's four keep it by {h200.spare:.4f} (gap {h200.gap:.4f}; with {mean.gap:.4f} they would miss it)"
+    assert kept in readme

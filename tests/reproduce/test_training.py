@@ -472,8 +472,8 @@ def test_standard_attention_that_has_a_peak_is_not_said_to_be_out_of_memory():
         ((), "standard attention was not tried here"),
         ((peak,), "standard takes 45 GiB, and was not timed with ours"),
         ((out,), f"standard {kept}; naive was not tried: where both ran, their peaks are within 0.1 %{cut}"),
-        (both, f"standard and naive {kept}{cut}"),
-        ((*both, {**out, "contender": CUT}), f"standard and naive and {CUT} {kept}"),
+        (both, f"standard, naive {kept}{cut}"),
+        ((*both, {**out, "contender": CUT}), f"standard, naive, {CUT} {kept}"),
         ((*both, {**peak, "contender": CUT}), f"{CUT} takes 45 GiB, and was not timed with ours"),
     ):
         (verdict,) = (

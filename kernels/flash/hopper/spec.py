@@ -107,7 +107,7 @@ def specify(
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
     # but 1.22 at 1024 (causal). A block mask has blocks of 128 rows; dropout's random words need registers. Bounded
     # rows see as few keys as short sequences, but without a causal mask take 0.89 to 0.97 from 4096 on (2048: 0.91 to
-    # 1.01, 1024: 1.00 to 1.13); with precise_delta these spill 8 B.
+    # 1.01, 1024: 1.00 to 1.17); with precise_delta these spill 8 B.
     width, keys = tile_width(head_dim), block_n(head_dim)
     suited = full and not precise if bounded else not (listed or drop)
     many = width == 64 and q_len >= MANY_FROM[causal or bounded] and suited
