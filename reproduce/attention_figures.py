@@ -63,9 +63,12 @@ def _untimed_libraries(results: Results, sample: Sample) -> str:
     where = {key: sample[key] for key in ("head_dim", "causal", "mask", "length")}
     # FlexAttention with a mask is not even checked with dropout, as without one it refuses that.
     names = (EFFICIENT_MASK, CUDNN_MASK, "flex" if "dropout" in sample["mask"] else FLEX_MASK)
-    found = {name: _why_untimed(results, name, **where) for name in names if name not in sample["ms"]}
-    short = {name: re.split(r"; |\. ", why.rpartition("here: ")[2])[0] for name, why in found.items() if why}
-    return f"; not timed: {', '.join(f'{name} ({why})' for name, why in short.items())}" * bool(short)
+    found = []
+    for name in names:
+        if name not in sample["ms"] and (why := _why_untimed(results, name, **where)):
+            # Of "attention=... cannot run here: No available kernel. Aborting execution." the reason.
+            found.append(f"{name} ({re.split('; |[.] ', why.rpartition('here: ')[2])[0]})")
+    return f"; not timed: {', '.join(found)}" if found else ""
 
 
 def _without_cut(samples: list[Sample]) -> str:
@@ -450,7 +453,8 @@ def _judge_stored(results: Results, found: Verdicts) -> None:
 
 
 def _why_untimed(results: Results, backend: str, **where: object) -> str:
-    """What a check of the backend at these coordinates, or its memory, says against it; "" if nothing."""
+    """What a check of the backend at these coordinates, or its memory, says against it; "" if nothing. A check that
+    lacks a coordinate is of all its values."""
     for sample in results["samples"]:
         if sample.get("backend") == backend and all(
             sample.get(key, its) == its for key, its in where.items()

@@ -14,7 +14,7 @@ BUDGET = {
     "kernels": 15673,
     "data": 3501,
     "training": 7095,
-    "reproduce": 11755,
+    "reproduce": 11758,
     "benchmarks": 3191,
 }
 WORDS = 2600  # of docs/measurements.md, with the bars of its tables
