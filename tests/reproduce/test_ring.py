@@ -102,12 +102,10 @@ def test_what_was_measured_becomes_the_figure_of_c33_and_is_held_to_pytorchs():
     assert ring.predicted(ring.samples(results)[0], asdict(Settings())) == pytest.approx(9.5)
     (verdict,) = ring.judge(results)
     assert (verdict.claim, verdict.status) == ("C33", NOT_COMPARABLE)
-    gain, *others = verdict.ours.split(", ")
-    assert gain == "1.90x one GPU (one process)"
-    assert others == [
-        "8 GB between GPUs",
-        "by which a ring takes longer: 25% of the time that they take alone",
-    ]
+    assert verdict.ours == (
+        "1.90x one GPU (one process); a ring sends 8 GB, "
+        "and waits for 25% of the time that its messages take alone"
+    )
     assert "no figure to compare with" in verdict.why
     (aim,) = aims(results)
     assert (aim.ours, aim.met) == ("0.80x (one process)", True)
@@ -121,7 +119,7 @@ def test_where_keys_are_gathered_by_default_that_is_the_figure():
     for each in samples:
         each["ms"][GATHERED] = {FORWARD: [2.0], BACKWARD: [3.0]}
     results = {"device": "NVIDIA Test", "settings": asdict(Settings()), "samples": samples}
-    gains = [each.ours.partition(",")[0] for each in ring.judge(results)]
+    gains = [each.ours.partition(";")[0] for each in ring.judge(results)]
     assert gains == ["3.80x one GPU (one process)", "1.90x one GPU (one process)"]
     assert [each.ours for each in aims(results)] == ["0.40x (one process)", "0.80x (one process)"]
 
