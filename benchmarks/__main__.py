@@ -71,7 +71,7 @@ BENCHMARKS: dict[str, Experiment] = {
     )
 }
 TOOLS = {
-    "aims": ("benchmarks.aims", "results/ held to this project's own aims, as results/BENCHMARKS.md"),
+    "aims": ("benchmarks.aims_page", "results/ held to this project's own aims, as results/BENCHMARKS.md"),
     "step": ("benchmarks.step", "--nanogpt PATH: a CPU training step against nanoGPT's"),
     "scaling": (
         "benchmarks.scaling",

@@ -6,7 +6,7 @@ import itertools
 
 from kernels import history
 from reproduce.attention_figures import MASK_NAMES, OURS
-from reproduce.experiment import Results
+from reproduce.experiment import Results, Sample
 from reproduce.peers import APPROXIMATE, STORED_P
 from reproduce.timing import timed, waited
 
@@ -17,6 +17,11 @@ NO_LIBRARY = (OURS, "naive", *history.NAMES, STORED_P, *APPROXIMATE)
 PASSES = {"forward": "forward", "backward": "backward", "both": "both passes"}
 FIGURES = {"fa1": "16 x 8 heads", "fa2": "16k tokens", "gpt2": "GPT-2 small", "stored": "64 x 16 heads"}
 FIGURES |= {"beyond": "16k tokens and above"}
+
+
+def libraries(sample: Sample) -> list[str]:
+    """The contenders that are another library's attention, and exact."""
+    return [name for name in sample["ms"] if name not in NO_LIBRARY]
 
 
 def aims(results: Results) -> list[Aim]:
@@ -30,7 +35,7 @@ def aims(results: Results) -> list[Aim]:
             continue
         shape = " x ".join(str(sample[key]) for key in ("batch", "heads", "length", "head_dim"))
         mask, figure = MASK_NAMES[sample["mask"]], FIGURES[sample["figure"]]
-        others = [name for name in sample["ms"] if name not in NO_LIBRARY]
+        others = libraries(sample)
         rivals = {"library": others, "repeatable library": [name for name in others if name in REPEATABLE]}
         for (phase, words), (which, names) in itertools.product(PASSES.items(), rivals.items()):
             if phase == "forward" and names is not others:

@@ -293,6 +293,11 @@ def _over_whole(sample: Sample, name: str) -> float:
     return (took(sample, name) / took(sample, WHOLE)).median
 
 
+def libraries(sample: Sample) -> list[str]:
+    """The contenders that are another library's, with the documents or the window."""
+    return [name for name in sample["ms"] if name not in (OURS, PORTABLE, WHOLE)]
+
+
 def aims(results: Results) -> list[Aim]:
     """Pairs that are masked out should cost nothing, and no other implementation should take less."""
     found = []
@@ -304,6 +309,5 @@ def aims(results: Results) -> list[Aim]:
             ratio = took(sample, OURS) / took(sample, WHOLE)
             what, why = f"{where}: time over no bound", f"{sample['share']:.0%} of the pairs are seen"
             found.append(Aim(what, shown(ratio, 1), "less than 1x", ratio.high < 1, why))
-        others = [name for name in sample["ms"] if name not in (OURS, PORTABLE, WHOLE)]
-        found += over_fastest(where, sample, OURS, others)
+        found += over_fastest(where, sample, OURS, libraries(sample))
     return found

@@ -191,6 +191,11 @@ def draw(results: Results, path: Path) -> None:
     plots.draw(path, f"Forward + backward with a feature, {results['device']}", drawn, columns=2)
 
 
+def libraries(sample: Sample) -> list[str]:
+    """The contenders that are another library's with the feature; none has precise_delta."""
+    return [name for name in sample["ms"] if name not in (OURS, PORTABLE, WITHOUT)]
+
+
 def aims(results: Results) -> list[Aim]:
     """No other implementation of the feature should take less time, nor one whose gradients are repeatable.
 
@@ -208,7 +213,7 @@ def aims(results: Results) -> list[Aim]:
                     Aim(f"{where}: time over ours without it", shown(cost, 1), why="no library has it")
                 )
             continue
-        others = [name for name in sample["ms"] if name not in (OURS, PORTABLE)]
+        others = libraries(sample)
         found += over_fastest(where, sample, OURS, others)
         alike = [name for name in others if name in REPEATABLE]
         if alike != others:

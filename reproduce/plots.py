@@ -224,8 +224,13 @@ def length_axis(axis: Axes, lengths: list[int]) -> None:
     if not lengths:
         return
     axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [str(n) if n < 1024 else f"{n // 1024}k" for n in lengths])
+    axis.set_xticks(lengths, list(map(length_name, lengths)))
     axis.minorticks_off()
+
+
+def length_name(tokens: int) -> str:
+    """A power of two as 512, 1k, 2k."""
+    return str(tokens) if tokens < 1024 else f"{tokens // 1024}k"
 
 
 def beside(axis: Axes, end: float, place: float, text: str, **options: object) -> None:

@@ -14,8 +14,8 @@ BUDGET = {
     "kernels": 15673,
     "data": 3501,
     "training": 7095,
-    "reproduce": 11758,
-    "benchmarks": 3191,
+    "reproduce": 11763,
+    "benchmarks": 3379,
 }
 WORDS = 2600  # of docs/measurements.md, with the bars of its tables
 

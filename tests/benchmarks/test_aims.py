@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks import attention, decode, huggingface, loss
-from benchmarks.aims import MET, MISSED, Aim, page, rows, shown
+from benchmarks.aims import MET, MISSED, Aim, shown
+from benchmarks.aims_page import page, rows
 from reproduce.attention import Workload
 from reproduce.results import FIELDS, VERSION
 from reproduce.timing import Times

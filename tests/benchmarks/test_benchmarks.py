@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.aims import page
+from benchmarks.aims_page import page
 from reproduce.experiment import pick
 
 SLOW = ("documents", "features", "huggingface", "loss", "neighbour")  # 3 to 5 s of processor time each
