@@ -1,5 +1,6 @@
 """What pip installs, and examples/ that use it."""
 
+import inspect
 import itertools
 import os
 import re
@@ -235,16 +236,21 @@ def python(tmp_path, user_environment) -> Run:
 
 
 @pytest.fixture
-def example(tmp_path, python):
-    """Run a copy of a file of examples/ beside the installed package: a folder `tilegpt` without __init__.py, as the
-    wheel makes."""
+def beside(tmp_path, python) -> Run:
+    """`python` with the package installed: a folder `tilegpt` without __init__.py, as the wheel makes."""
     (tmp_path / "site" / "tilegpt").mkdir()
     for leaf in LEAVES:
         (tmp_path / "site" / "tilegpt" / leaf).symlink_to(ROOT / leaf)
+    return python
+
+
+@pytest.fixture
+def example(tmp_path, beside):
+    """Run a copy of a file of examples/ beside the installed package."""
 
     def run(name: str, *arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> str:
         shutil.copy(ROOT / "examples" / name, tmp_path)
-        done = python(*launcher, str(tmp_path / name), *arguments, **variables)
+        done = beside(*launcher, str(tmp_path / name), *arguments, **variables)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -336,3 +342,55 @@ def test_the_ladder_checks_seven_rungs_and_draws_them(example, tmp_path):
 @pytest.mark.gpu
 def test_the_example_under_sdpa_runs_our_kernels(example):
     assert float(re.search(r"difference (\S+)", example("under_sdpa.py"))[1]) < 0.05
+
+
+PAGE = (ROOT / "kernels" / "README.md").read_text()
+LIKE_NAIVE = """
+import torch
+from attention.flash.api import flash_attention
+from tilegpt.kernels.naive import naive_attention
+
+inputs = [torch.randn(1, heads, 70, 16, requires_grad=True) for heads in (2, 1, 1)]
+for features in {}, {"causal": False, "cu_seqlens": torch.tensor([0, 30, 70], dtype=torch.int32)}:
+    out, want = (each(*inputs, **features) for each in (flash_attention, naive_attention))
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
+    gradients = (torch.autograd.grad(each.square().sum(), inputs) for each in (out, want))
+    for of_flash, of_naive in zip(*gradients, strict=True):
+        torch.testing.assert_close(of_flash, of_naive, atol=1e-4, rtol=1e-4)
+"""
+
+
+def block(language: str) -> str:
+    """The only one of the kernels' page."""
+    (code,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return code
+
+
+def test_the_code_of_the_kernels_page_runs(beside):
+    on_a_cpu = {'"cuda"': '"cpu"', "bfloat16": "float16", "3, 4, 16, 1024": "3, 1, 2, 70"}
+    code = block("python")
+    for theirs, small in on_a_cpu.items():
+        assert code.count(theirs) == 1
+        code = code.replace(theirs, small)
+    done = beside("-c", code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (0, "triton\n"), done.stderr
+
+
+LESS = ("hopper", "decode.py", "ragged.py", "sharding.py", "under_sdpa.py")
+
+
+@pytest.mark.parametrize("without", [pytest.param((), marks=pytest.mark.slow), LESS], ids=["", "less"])
+def test_attention_copied_as_the_kernels_page_says_computes_what_naive_does(beside, tmp_path, without):
+    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
+    subprocess.run(["bash", "-ec", block("bash")], cwd=tmp_path, check=True)
+    for name in without:
+        path = tmp_path / "attention" / "flash" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    done = beside("-c", LIKE_NAIVE, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_kernels_page_has_the_signature():
+    parameters = inspect.signature(kernels.flash_attention).parameters.values()
+    plain = [each.replace(annotation=each.empty) for each in parameters if each.name != "_packed"]
+    assert f"flash_attention{inspect.Signature(plain)}" in " ".join(PAGE.split())
