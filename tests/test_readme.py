@@ -49,9 +49,9 @@ CONTENDERS = {
 }
 
 
-def table(in_its_head: str) -> list[list[str]]:
+def table(in_its_head: str, page: str = "measurements") -> list[list[str]]:
     """The cells of each row of a table, with its header and without the line below the header; none without it."""
-    lines = (ROOT / "docs" / "measurements.md").read_text().splitlines()
+    lines = (ROOT / "docs" / f"{page}.md").read_text().splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(in_its_head)]
     assert len(starts) < 2, in_its_head
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[starts[0] :] if starts else [])
