@@ -179,6 +179,14 @@ def test_the_time_of_a_generated_token_is_the_measured_one() -> None:
     assert f"takes {graph:.2f} ms on an H200, {without:.1f} without the\ngraph" in PAGE
 
 
+def test_the_errors_of_the_list_are_errors_of_the_code() -> None:
+    paths = [path for folder in ("training", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    code = "".join(path.read_text() for path in paths)
+    _, *rows = table("| it says | what helps |", "usage")
+    for error in re.findall("`(.*?)`", " ".join(says for says, _ in rows)):
+        assert error.replace("is nan", "is {loss}") in code, error
+
+
 def test_the_sample_of_a_comparison_has_the_columns_of_today() -> None:
     lines = [tuple(re.split("  +", line.strip())) for line in PAGE.splitlines()]
     assert comparison.HEADER in lines
@@ -189,9 +197,9 @@ def test_what_the_page_repeats_of_others_is_what_they_say() -> None:
     words = " ".join(PAGE.split())
     assert f"does not answer within {BEGIN_SECONDS} s" in words
     (gap,) = re.findall(r"a gap of ([\d.]+) nats", words)
-    assert f"({gap})" in (ROOT / "README.md").read_text()
     (apart,) = re.findall(r"up to \[([\d.]+) %\]", words)
     measurements = " ".join((ROOT / "docs" / "measurements.md").read_text().split())
+    assert f"than runs of other weights are to each other ({gap})" in measurements
     assert f"up to {apart} % apart" in measurements
     (cost,) = re.findall(r"\[([^]]*%)\]\([^)]*what-precise_delta-costs", words)
     assert f"[{cost} of attention's time]" in measurements
