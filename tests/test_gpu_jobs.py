@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections import defaultdict
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch
 from kernels.features import FEATURES
 from kernels.flash.dispatch import hopper_needs
 from kernels.registry import AttentionRequest
-from reproduce.experiment import pick
+from reproduce import perplexity, perplexity_runs
+from reproduce.experiment import Options, pick
 from reproduce.older_code import FASTER_SINCE
 from reproduce.results import changed_since, faster_since, timed_again, without_outrun
 from reproduce.ring import samples as ring_samples
@@ -55,6 +57,20 @@ def test_every_job_finds_its_script(tmp_path):
     for name in names:
         script = (tmp_path / "queue" / f"10_{name}.sh").read_text()
         assert all((ROOT / path).is_file() for path in re.findall(r"\.ci/gpu/\S+", script)), name
+
+
+def test_every_job_of_perplexity_has_runs(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    settings = perplexity.Settings()
+    options = Options(torch.device("cuda"), False, settings, sample=None)
+    names = defaultdict(set, numerics={"numerics_start", "numerics_end"}, stability={"numerics_context"})
+    for each in perplexity_runs.training_runs(settings, options):
+        names[each.part].add(each.name)
+    jobs = importlib.import_module("jobs").JOBS.values()
+    queued = [found.groups() for job in jobs if (found := re.search(r"perplexity.sh (\w+) (\S+)", job.body))]
+    assert queued
+    for part, only in queued:
+        assert set(only.split(",")) <= names[part]
 
 
 def test_a_job_brings_back_what_a_run_has_written_and_says_what_it_could_not(tmp_path):

@@ -150,7 +150,6 @@ for name, (part, only, seconds) in {
     "flash_triton": ("gpt2", "flash_triton", 650),
     "context_512": ("context", "context_512", 500),
     "context_1024_seed": ("context", "context_1024_seed", 500),
-    "stability_precise": ("stability", "stability_precise", 540),
     "stability_sdpa": ("stability", "stability_sdpa", 540),
     "stability_half_lr": ("stability", "stability_half_lr", 540),
     "numerics": ("numerics", "numerics_start,numerics_end", 900),  # trains flash again
