@@ -19,7 +19,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
-from .older_code import FASTER_SINCE, SAME_LOSS, UNTOUCHED
+from .older_code import FASTER_SINCE, UNTOUCHED
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kernels", "model", "training", "data", "reproduce", "benchmarks")
@@ -242,9 +242,7 @@ def _today() -> set[str]:
     return tree().hashes()
 
 
-def changed(recorded: dict[str, str], experiment: str = "") -> list[str]:
+def changed(recorded: dict[str, str]) -> list[str]:
     """The recorded names whose hash no definition has today, unless nothing measured was touched."""
     known = _today() | UNTOUCHED.keys() | FASTER_SINCE.keys()
-    if experiment == "perplexity":
-        known |= SAME_LOSS.keys()
     return [name for name, its in recorded.items() if its not in known]

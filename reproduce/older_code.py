@@ -2,7 +2,7 @@
 
 A definition has changed, and its old hash is nowhere in today's code. Then results that have it are stale, unless it
 is here: in `UNTOUCHED` what was measured has not changed, in `FASTER_SINCE` some of it has become faster, which the
-report says beside the figures. A hash that no result has any more goes.
+report says beside the figures. A hash that no result has any more, or only stale ones, goes.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,12 +13,6 @@ UNTOUCHED: dict[str, str] = {
     "b4fcdd223f": "library.sdpa: annotations, and an assertion of what check_dropout has checked",
     "6f8f3e6504": "library.sdpa: enable_gqa is left out where it would be False, which is its default",
     "008a7d7eec": "library.flex: an annotation",
-    "7bab7a7b8f": "forward_kernel, 5aacc8a: a branch that is compiled only with sinks, which no experiment has",
-    "270f23a847": "perplexity.run: a run's contexts are evaluated in its own process, and budget= scales every part",
-    "ee04f62bde": "perplexity.run: precise_delta=false is written out, as its default was",
-    "1a99f966ff": "GPT: seams for modern.py and attention_maps; weights after five steps are bit for bit as before",
-    "2e72208152": "build_optimizer: Muon where it is asked for; for our models the groups of AdamW are as before",
-    "0acb911291": "learning_rate: wsd is new; the rates of the others are bit for bit as before",
     "15be1ba293": "precision.compiled: it names how Triton fuses multiplications, as it did",
     "cac01e1838": "encoders.run: training on ListOps is longer, and has seeds; times are as before",
     "93f779ba6f": "flash1.BACKWARD: another tile at 128, where only history times: the fastest, or it says so",
@@ -43,23 +37,8 @@ UNTOUCHED |= dict.fromkeys(
     "delta_kernel, round_kernel: an option that no CPU takes; on a GPU it came with another hopper_backward_kernel",
 )
 UNTOUCHED |= dict.fromkeys(
-    ("e704e6037d", "c4cc18d987", "eaf3ebc29b", "b5d6729e04", "8266e48c70", "7c4b6748ff"),
-    "kernels of the fused layers: options of the loss, RMSNorm, no bias; off, they leave the PTX as it was",
-)
-UNTOUCHED |= dict.fromkeys(
-    (
-        *("6733e0309b", "a2193c75fe", "252a2596de", "e72987c2c5", "13133c6932", "55c5956f63", "2ed264e9a5"),
-        *("10eb2d0dd5", "7b0b3efca7", "03a214e629", "a95f1058a4", "aeab2c3cea", "46b4ad3a54", "62fa1d3947"),
-        *("48d3e58734", "9c1b9af7e3", "eb5c67b6ca"),
-    ),
+    ("6733e0309b", "a2193c75fe"),
     "Hopper forward, and the passes beside the backward: head_dims, features; plain, at 64 and 128, PTX as it was",
-)
-UNTOUCHED |= dict.fromkeys(
-    (
-        *("f5862c1400", "9d13cf9096", "d7c63345d5", "45cb5e5031", "95a6476947", "71b2ad16a1", "bc67bf331d"),
-        *("fd67ebbc6a", "f768c77ebb", "c2b7634f68", "224c0f68c3", "5556e9cc46", "e94fd6771a"),
-    ),
-    "Hopper kernels: softcap, ALiBi and windows of unequal lengths are new; others keep their PTX, byte for byte",
 )
 UNTOUCHED |= dict.fromkeys(
     ("82f86f9b35", "5337b26474"),
@@ -197,14 +176,6 @@ UNTOUCHED["4d68cf4f2b"] = (
     "run of attention: what standard+cut does with a causal mask is a function of its own, the same operations"
 )
 UNTOUCHED["d147f5976a"] = "training.run: standard+cut is new; the other contenders are built as before"
-# Likewise, but of `perplexity` alone: its losses are as before, its times may have fallen.
-SAME_LOSS = dict.fromkeys(
-    (
-        *("7e6fea7e5d", "3b8bec15b2", "8ebb5a97e2", "de0e53bb31", "3c31c96a8c", "9cfed962f3", "cae9b25248"),
-        "aa26fe63c6",
-    ),
-    "Hopper backward: dQ's float32 sum in another order (8e-5 of it; bfloat16 rounds by 4e-3), launches that overlap",
-)
 
 
 class Outrun(NamedTuple):

@@ -60,7 +60,7 @@ def slug(device_name: str) -> str:
 def changed_since(document: Results) -> list[str]:
     """The names that a document's figures depend on and whose code has changed since; see `depends.py`."""
     recorded = (document["depends"], *document.get("again", {}).values())
-    changed = (name for each in recorded for name in depends.changed(each, document["experiment"]))
+    changed = (name for each in recorded for name in depends.changed(each))
     return list(dict.fromkeys(changed))
 
 
