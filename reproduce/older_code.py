@@ -53,13 +53,6 @@ def _is_of_short_rows(sample: Mapping[str, Any]) -> bool:
     return head_dim == 256 and length == 128 and heads >= 1024
 
 
-def _is_of_few_wide_tiles(sample: Mapping[str, Any]) -> bool:
-    """Which was timed again at 128 and 256 tokens."""
-    plain = sample.get("mask", "plain") == "plain" and "feature" not in sample
-    few = bool(sample.get("causal")) and sample.get("length") == 512
-    return plain and few and sample.get("head_dim") == 256 and "flash" in sample.get("ms", ())
-
-
 def _is_padded(sample: Mapping[str, Any]) -> bool:
     masked = "padding" in str(sample.get("mask")) or sample.get("feature") == "kv_lengths"
     return masked and "flash" in sample.get("ms", ()) and sample.get("head_dim", 0) <= 128
@@ -86,11 +79,6 @@ def _is_long_documents(sample: Mapping[str, Any]) -> bool:
         and sample.get("head_dim") == 128
         and sample.get("length", 0) > 4096
     )
-
-
-def _is_of_short_windows(sample: Mapping[str, Any]) -> bool:
-    window = "window" in (sample.get("bound"), sample.get("feature"))
-    return window and sample.get("head_dim") == 128 and sample.get("length", 0) <= 2048 and "ms" in sample
 
 
 def _is_masked_and_stored_by_tma(sample: Mapping[str, Any]) -> bool:
@@ -150,17 +138,6 @@ _faster_since(
     "key padding at head_dim 64 without dropout, 1024 tokens and more: the backward took up to 1.02 of the time "
     "that it takes now",
     _has_two_loops,
-)
-_faster_since(
-    "bc0ab1783c",
-    "windows at head_dim 128 in rows of up to 2048 tokens: the backward had a quarter of the heads side by side, "
-    "now half; timed again only over twice as many keys, where it took 1.19 of the time that it takes now",
-    _is_of_short_windows,
-)
-_faster_since(
-    "5cbe58ad4c",
-    "512 tokens at head_dim 256, causal: the forward took 1.04 of the time that it takes now",
-    _is_of_few_wide_tiles,
 )
 # Of code whose backward had two loops wherever keys were padded: `consume` of 90096cf8, 1307f4b8, 1991c4ef.
 _faster_since(
