@@ -29,11 +29,12 @@ from training.schedule import Decay, ScheduleConfig, learning_rate
 from . import paper, plots
 from .attention import race
 from .attention_figures import BASELINE, OURS
+from .comparison.seeds import half_width
 from .contenders import initial_model
 from .experiment import NOT_STATED, Options, Results, Sample, Timing, Verdict, Verdicts, pick
 from .sparse import butterfly_mask
 from .standard import standard_attention
-from .timing import Times, timed, took
+from .timing import gain, timed, took
 
 IN_TRANSFORMERS = "tilegpt"  # the name of our attention there
 SPARSE = f"{OURS}+butterfly"  # block-sparse, as in FlashAttention's Tables 3 and 6
@@ -50,8 +51,6 @@ NEEDED = ("bert", "lengths")
 EQUAL = (
     0.02  # the most by which equal accuracies are apart, noise added; the paper's differ by 0.010 and 0.016
 )
-# Student's t at 97.5 %: degrees of freedom -> standard errors.
-T_975 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 
 
 @dataclass(frozen=True)
@@ -295,26 +294,26 @@ def judge(results: Results) -> list[Verdict]:
     found = Verdicts(results["device"])
     for sample in timed(results, kind="bert"):
         for name, words in (("eager", "eager attention"), ("sdpa", "PyTorch's SDPA")):
-            if gain := _gain(sample, name, IN_TRANSFORMERS):
+            if faster := gain(sample, name, IN_TRANSFORMERS):
                 what = f"BERT-large, a step at {sample['length']}: {words} over flash"
                 why = "the ratio only: the paper's is of a whole run, over Nvidia's MLPerf 1.1 code, fused"
-                found.times("C15", what, 1.15, gain, None, why)
+                found.times("C15", what, 1.15, faster, None, why)
     for name, theirs in ((OURS, 2.4), (SPARSE, 2.8)):
         for sample in timed(results, kind="listops"):
-            if gain := _gain(sample, BASELINE, name):
+            if faster := gain(sample, BASELINE, name):
                 what = f"ListOps, a step at {sample['length']}: standard over {name}"
                 why = "at least the paper's, a mean over five tasks of 1k to 4k with their own encoder"
-                if name == OURS and (sdpa := _gain(sample, "sdpa", name)):
+                if name == OURS and (sdpa := gain(sample, "sdpa", name)):
                     why += f"; PyTorch's SDPA takes {sdpa.shown()} our time"
-                found.times("C16", what, theirs, gain, gain.low >= theirs, why)
+                found.times("C16", what, theirs, faster, faster.low >= theirs, why)
     _judge_accuracy(results, found)
     for sample in timed(results, kind="path"):
-        gain = _gain(sample, BASELINE, OURS)
+        faster = gain(sample, BASELINE, OURS)
         why = "the paper states accuracy alone, after training that takes days; this is a step at its length"
         what = f"Path-X's length, a step at {sample['length']}: standard over flash"
-        if sdpa := _gain(sample, "sdpa", OURS):
+        if sdpa := gain(sample, "sdpa", OURS):
             why += f"; PyTorch's SDPA takes {sdpa.shown()} our time"
-        found.add("C16", what, NOT_STATED, gain.shown() if gain else "standard does not fit", None, why)
+        found.add("C16", what, NOT_STATED, faster.shown() if faster else "standard does not fit", None, why)
     if found:
         why = "takes MIMIC-III and ECtHR; of long texts there is C code, by its loss, at C14"
         found += [
@@ -322,12 +321,6 @@ def judge(results: Results) -> list[Verdict]:
             Verdict("C16", "long documents, micro-F1", "Table 5", why=why),
         ]
     return found
-
-
-def _gain(sample: Sample, name: str, ours: str) -> Times | None:
-    """The time of a contender over ours."""
-    theirs, own = took(sample, name), took(sample, ours)
-    return theirs / own if theirs and own else None
 
 
 def _judge_accuracy(results: Results, found: Verdicts) -> None:
@@ -351,9 +344,7 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
             continue
         pairs = [right[name][seed] - right[BASELINE][seed] for seed in seeds]
         apart = abs(statistics.mean(pairs))
-        t = T_975[max(freedom for freedom in T_975 if freedom < len(seeds))]
-        spread = statistics.stdev(pairs)
-        noise = t * spread / math.sqrt(len(seeds))
+        spread, noise = statistics.stdev(pairs), half_width(pairs)
         ours, standard = (statistics.mean(right[each].values()) for each in (name, BASELINE))
         guesses = {each["seed"]: each["most_frequent"] / each["of"] for each in samples}
         guessed = statistics.mean(guesses.values())
