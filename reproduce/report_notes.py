@@ -4,9 +4,8 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
-from .experiment import EXPERIMENTS, Results
+from .experiment import Results
 from .results import beside, changed_since, faster_since, timed_again
-from .standard import NAME as STANDARD
 
 # The state of a complete run beside a newer partial one: it counts where that has no figure.
 EARLIER = "earlier run"
@@ -47,8 +46,6 @@ def notes(documents: list[Results]) -> Iterator[str]:
         for processes, points in sorted(_timed_by_fewer(document).items()):
             yield f"of {name_of(document)}, {processes} process{'es' * (processes > 1)} timed {points}"
     yield from _listed("some samples failed, whose files say why", documents, _failed)
-    words = "of older code, whose standard attention is slower than today's: its mask by masked_fill, its scale apart"
-    yield from _listed(words, documents, _older_standard)
 
 
 def _listed(words: str, documents: list[Results], holds: Callable[[Results], object]) -> Iterator[str]:
@@ -88,13 +85,6 @@ def _timed_by_fewer(document: Results) -> dict[int, str]:
 
 def _failed(document: Results) -> bool:
     return any("failed" in sample for sample in document["samples"])
-
-
-def _older_standard(document: Results) -> bool:
-    """Whether it timed standard attention before aae4db6, with which three processes came too."""
-    run = f"{EXPERIMENTS[document['experiment']].path}.run"
-    with_standard = any(STANDARD in sample.get("ms", ()) for sample in document["samples"])
-    return with_standard and _timed_once(document) and run in changed_since(document)
 
 
 def name_of(document: Results) -> str:
