@@ -35,15 +35,17 @@ from .results import changed_since, host_load, read_all, slug
 from .sparse import judge_against_others
 
 HOW_TO_READ = (
-    "A figure is ours only if a file in results/ holds it; all else is not measured. Milliseconds, days and "
-    "out-of-memory points of another GPU are not compared. A time is the median of its processes, with their range; "
-    "a bound must hold in each of them, and faster means that the ranges do not overlap: one process has none. "
+    "A figure is ours only if a file in results/ holds it; all else is not measured.",
+    "Milliseconds, days and out-of-memory points of another GPU are not compared.",
+    "A time is the median of its processes, with their range; a bound must hold in each of them. Faster means that "
+    "the ranges do not overlap: one process has none.",
     "Standard attention is the fastest of the eager forms timed here. On an H200 at 1024 to 4096 tokens that is "
     "standard+cut, always with padding, and under a causal mask but at head_dim 256 and 1024 tokens: it reads the "
     "mask only where it hides something, takes as little as 0.57 of the others' time, and no paper's baseline did "
     "so. C6 is missed by it alone. In training steps (C11, C13, C23) it was not timed, so C13's verdict is over a "
-    "slower form. Of figures of one kind the first table has the least flattering; a figure that several GPUs have "
-    "counts once, by the worst that could be compared."
+    "slower form.",
+    "Of figures of one kind the first table has the least flattering; a figure that several GPUs have counts once, "
+    "by the worst that could be compared.",
 )
 IN_PART = "reproduced in part"
 # Of a claim that nothing but counts is compared for: no run could contradict what a kernel is written to do.
@@ -406,24 +408,20 @@ def ran_on_gpu(document: Results) -> bool:
 
 # ---- words -------------------------------------------------------------------------------------------
 
-_ONES = "no one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-_ONES += " seventeen eighteen nineteen"
 
-
-def in_words(number: int) -> str:
-    """0 to 39: no, one, ... thirty-nine."""
-    if number < 20:
-        return _ONES.split()[number]
-    tens = "twenty" if number < 30 else "thirty"
-    return f"{tens}-{in_words(number % 10)}" if number % 10 else tens
+def counted(page: Page) -> list[tuple[str, list[str]]]:
+    """The states that claims are in, each in words, with its claims."""
+    words = {NOT_COMPARABLE: "measured but not comparable", BY_COUNT: "compared by count alone"}
+    found: dict[str, list[str]] = {state: [] for state in STATES}
+    for name, judged in page.claims.items():
+        found[judged.state].append(name)
+    return [(words.get(state, state), names) for state, names in found.items() if names]
 
 
 def summary(page: Page) -> str:
-    """The claims counted by claim, in a sentence; those that are not simply reproduced are named."""
-    words = {NOT_COMPARABLE: "measured but not comparable", BY_COUNT: "compared by count alone"}
+    """The claims counted, in a sentence; those that are not simply reproduced are named."""
     parts = []
-    for state in STATES:
-        if names := [name for name, judged in page.claims.items() if judged.state == state]:
-            verb, named = "is" if len(names) == 1 else "are", f" ({', '.join(names)})" * (state != REPRODUCED)
-            parts.append(f"{in_words(len(names))} {verb} {words.get(state, state)}{named}")
-    return f"Of the papers' {in_words(len(CLAIMS))} claims, {'; '.join(parts)}."
+    for state, names in counted(page):
+        named = f" ({', '.join(names)})" * (state != REPRODUCED)
+        parts.append(f"{len(names)} {'is' if len(names) == 1 else 'are'} {state}{named}")
+    return f"Of the papers' {len(CLAIMS)} claims, {'; '.join(parts)}."

@@ -8,11 +8,12 @@ from .common import markdown_table
 
 WHERE = (
     "The column figures says how many of those that could be compared are reproduced; those by count, which no run "
-    "could contradict, make no claim reproduced. Every figure, with what it had "
-    "to reach and the file that holds it, is in [appendix A](#a-every-figure-of-a-gpu); what a CPU counted in "
-    "[appendix B](#b-counted-on-a-cpu); [appendix C](#c-runs) tells which runs are partial, of older code or of "
-    "fewer processes, and which figures that touches. `python -m reproduce report` writes all this as one page too, "
-    "results/report.html, to open in a browser: there a claim unfolds, and claims can be filtered by verdict."
+    "could contradict, make no claim reproduced.",
+    "Appendix [A](#a-every-figure-of-a-gpu) has every figure, what it had to reach, and the file that holds it; "
+    "[B](#b-counted-on-a-cpu) what a CPU counted; [C](#c-runs) which runs are partial, of older code or of fewer "
+    "processes, and which figures that touches.",
+    "`python -m reproduce report` also writes all this as one page, results/report.html: there a claim unfolds, and "
+    "claims can be filtered by verdict.",
 )
 
 
@@ -20,7 +21,9 @@ def as_markdown(page: report.Page, directory: Path) -> str:
     lines = ["# The papers' claims, reproduced", ""]
     lines += [f"![At a glance]({_link(path, directory)})\n" for path in page.headlines]
     lines += markdown_table(report.FIRST_COLUMNS, report.first_rows(page))
-    lines += [f"**{report.summary(page)}**", "", f"{report.HOW_TO_READ} {WHERE}", ""]
+    lines += [f"**Of the papers' {len(page.claims)} claims:**", ""]
+    lines += [f"- **{len(names)} {state}**: {', '.join(names)}" for state, names in report.counted(page)]
+    lines += ["", "## How to read this", "", *(f"- {line}" for line in (*report.HOW_TO_READ, *WHERE)), ""]
     lines += ["## The claims", ""]
     rows = []
     for name, judged in page.claims.items():
