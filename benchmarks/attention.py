@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 
 from kernels import history
-from reproduce.attention_figures import MASK_NAMES, OURS
 from reproduce.experiment import Results, Sample
-from reproduce.peers import APPROXIMATE, STORED_P
+from reproduce.peers import APPROXIMATE, MASK_NAMES, OURS, STORED_P
 from reproduce.timing import timed, waited
 
 from .aims import Aim, over_fastest

@@ -24,8 +24,8 @@ from kernels import ATTENTION, AttentionError, get_attention, resolve_attention
 from kernels.library import compiled_flex_attention
 from reproduce import plots, timing
 from reproduce.attention import compare, gradients, race
-from reproduce.attention_figures import OURS, PORTABLE
 from reproduce.experiment import Options, Results, Sample, Timing
+from reproduce.peers import OURS, PORTABLE
 from reproduce.timing import timed, took, waited
 
 from .aims import Aim, over_fastest, shown

@@ -15,8 +15,7 @@ from torch import Tensor
 from kernels import ATTENTION, fusion, get_attention, history
 from reproduce import peers
 from reproduce.attention import DROPOUT, HOLD_SCORES
-from reproduce.attention_figures import OURS, PORTABLE
-from reproduce.peers import CUDNN_MASK, DETERMINISTIC, EFFICIENT_MASK, FLEX_MASK
+from reproduce.peers import CUDNN_MASK, DETERMINISTIC, EFFICIENT_MASK, FLEX_MASK, OURS, PORTABLE
 from reproduce.standard import score_bias
 
 WITHOUT = "flash, without"  # ours without the feature, where no library has it

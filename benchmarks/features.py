@@ -27,9 +27,8 @@ import torch
 from kernels import ATTENTION, resolve_attention
 from reproduce import plots, timing
 from reproduce.attention import DROPOUT, compare, gradients, race
-from reproduce.attention_figures import OURS, PORTABLE
 from reproduce.experiment import Options, Results, Sample, Timing
-from reproduce.peers import DETERMINISTIC
+from reproduce.peers import DETERMINISTIC, OURS, PORTABLE
 from reproduce.timing import gain, timed, waited
 
 from .aims import Aim, over_fastest, shown

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reproduce import plots
-from reproduce.attention_figures import MASK_NAMES, OURS
 from reproduce.experiment import Results, Sample
+from reproduce.peers import MASK_NAMES, OURS
 from reproduce.timing import timed, took, waited
 
 from . import attention, documents, features

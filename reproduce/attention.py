@@ -21,9 +21,10 @@ import torch
 from kernels import ATTENTION, get_attention, history
 
 from . import peers, timing
-from .attention_figures import MASK_NAMES, draw, judge
+from .attention_figures import draw
+from .attention_verdicts import judge
 from .experiment import Options, ReproduceError, Sample, Timing
-from .peers import Attend
+from .peers import MASK_NAMES, Attend
 from .standard import NAME as STANDARD
 from .standard import score_bias
 

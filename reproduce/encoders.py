@@ -28,10 +28,10 @@ from training.schedule import Decay, ScheduleConfig, learning_rate
 
 from . import paper, plots
 from .attention import race
-from .attention_figures import BASELINE, OURS
 from .comparison.seeds import half_width
 from .contenders import initial_model
 from .experiment import NOT_STATED, Options, Results, Sample, Timing, Verdict, Verdicts, pick
+from .peers import BASELINE, OURS
 from .sparse import butterfly_mask
 from .standard import standard_attention
 from .timing import gain, timed, took

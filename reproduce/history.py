@@ -26,9 +26,9 @@ from kernels.launch import sm_count
 
 from . import counting, timing
 from .attention import Inputs, Workload, attend_with, check, input_sets, race
-from .attention_figures import OURS, PORTABLE
 from .experiment import Options, Sample, Timing
 from .history_figures import IN_TURN, UNSPECIALISED, draw, judge
+from .peers import OURS, PORTABLE
 
 __all__ = ["TINY", "Settings", "draw", "judge", "run"]
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import paper, plots
-from .attention_figures import OURS, PORTABLE, flops, is_hopper
+from .attention_figures import flops, is_hopper
 from .experiment import Results, Sample, Verdict, Verdicts, pick
 from .older_code import SLOWER_FLASH1
+from .peers import OURS, PORTABLE
 from .results import without_outrun
 from .timing import Times, gain, gains, medians, timed, took
 

@@ -19,8 +19,8 @@ from kernels import AttentionError
 
 from . import fp8, paper, peers, plots
 from .attention import DROPPED, Attend, Inputs, Workload, attend_with, backend_names, gradients
-from .attention_figures import BASELINE, MASK_NAMES, OURS
 from .experiment import Options, Results, Sample, Verdict, Verdicts, pick
+from .peers import BASELINE, MASK_NAMES, OURS
 
 TENSORS = ("out", "dq", "dk", "dv")
 

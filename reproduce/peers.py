@@ -24,12 +24,15 @@ from .standard import NAME as STANDARD
 if TYPE_CHECKING:
     from .attention import Inputs, Workload
 
+OURS, BASELINE = "flash", "standard"
+PORTABLE = "flash, portable"  # the Triton kernels, also on a Hopper GPU
 COMPILED = f"{STANDARD}+compiled"
 STORED_P = "stored_p"
 EFFICIENT_MASK, CUDNN_MASK, FLEX_MASK = "sdpa_efficient+mask", "sdpa_cudnn+mask", "flex+mask"
 DETERMINISTIC = "fa4+deterministic"
 LINFORMER, LINEAR = "linformer", "linear"
 APPROXIMATE = (LINFORMER, LINEAR)
+MASK_NAMES = {"plain": "plain", "padding": "key padding", "padding+dropout": "key padding and dropout"}
 RANK = 256  # Linformer's projected length, as in FlashAttention's comparison
 # (inputs, number of the turn) -> out
 Attend = Callable[["Inputs", int], torch.Tensor]

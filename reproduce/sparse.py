@@ -16,9 +16,8 @@ from kernels import get_attention, resolve_attention
 
 from . import counting, paper, plots
 from .attention import STANDARD, Inputs, Workload, backend_names, gradients, input_sets, race, relative_error
-from .attention_figures import OURS
 from .experiment import NOT_STATED, Options, Results, Sample, Timing, Verdict, Verdicts, pick
-from .peers import Attend
+from .peers import OURS, Attend
 from .timing import FASTER, Times, fastest, timed, took, versus
 
 BLOCK = 128  # queries and keys per block of the attention signature's block_mask

@@ -18,8 +18,9 @@ from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
 
 from . import counting, hardware_counters, paper, peers, plots, timing
 from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, backend_names, check, race, time_all
-from .attention_figures import BASELINE, EAGER, OURS, is_hopper, over, speedup
+from .attention_figures import EAGER, is_hopper, over, speedup
 from .experiment import Options, Results, Sample, Timing, Verdict, Verdicts, pick
+from .peers import BASELINE, OURS
 from .standard import standard_passes
 from .timing import Times, fastest, timed, took
 

@@ -25,7 +25,7 @@ from kernels.history import flash1, two_pass
 from kernels.registry import AttentionRequest
 from reproduce import (
     attention,
-    attention_figures,
+    attention_verdicts,
     depends,
     encoders,
     history,
@@ -283,7 +283,7 @@ def test_compiled_standard_attention_is_timed_wherever_a_claim_is_judged():
         return {**where, **ASSUMED}
 
     attention.run(Options(torch.device("cuda"), False, attention.Settings(figures=("fa2",)), sample))
-    assert points == {(length, d) for length in attention_figures.MIDDLE for d in (64, 128, 256)}
+    assert points == {(length, d) for length in attention_verdicts.MIDDLE for d in (64, 128, 256)}
 
 
 def test_a_figure_of_attention_joins_those_that_are_there(tmp_path):
@@ -821,7 +821,7 @@ def test_growth_and_the_share_of_blocks_are_held_to_in_every_process():
         for process, growth in enumerate((4.0, 4.0, 4.5))
         for i in range(2)
     ]  # fmt: skip
-    (growth,) = attention_figures.judge({"device": "GPU", "settings": {}, "samples": samples})
+    (growth,) = attention_verdicts.judge({"device": "GPU", "settings": {}, "samples": samples})
     assert (growth.claim, growth.status, growth.ours) == ("C7", "not reproduced", "4.00x (4.00x to 4.50x)")
 
 
@@ -994,7 +994,7 @@ def test_one_kernel_that_stores_the_probabilities_takes_part_in_table_7_alone():
 
 
 def test_the_kernels_that_a_hopper_gpu_takes_against_stored_probabilities_are_as_said():
-    """In C30's words (attention_figures.py)."""
+    """In C30's words (attention_verdicts.py)."""
     used = frozenset({"kv_lengths", "dropout_p"})
     for n in (128, 256, 512):
         call = AttentionRequest(

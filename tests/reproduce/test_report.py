@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from kernels import ATTENTION
-from reproduce import attention_figures, headline, history_figures, older_code, paper, plots, traffic
+from reproduce import (
+    attention_figures,
+    attention_verdicts,
+    headline,
+    history_figures,
+    older_code,
+    paper,
+    peers,
+    plots,
+    traffic,
+)
 from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.common import markdown_table
@@ -68,7 +78,7 @@ def write(directory, name: str, samples: list[dict], **changes: object) -> None:
 
 def test_the_papers_attention_figures_are_judged_reproduced():
     results = {"device": GPU, "samples": papers_own_attention()}
-    verdicts = [v for v in attention_figures.judge(results) if v.ratio is not None]
+    verdicts = [v for v in attention_verdicts.judge(results) if v.ratio is not None]
     assert {v.claim for v in verdicts} == {"C7", "C8"}
     for verdict in verdicts:
         assert verdict.status == "reproduced", verdict
@@ -90,7 +100,7 @@ def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(l
         for d, causal, ms in ((64, False, 4), (64, True, 8), (128, False, 2), (128, True, 6))
     ]
     results = {"device": GPU, "samples": in_three(*samples)}
-    (found,) = (v for v in attention_figures.judge(results) if v.claim == "C17")
+    (found,) = (v for v in attention_verdicts.judge(results) if v.claim == "C17")
     where = "4096 tokens" if lengths == (4096,) else "mean of 1024, 4096 tokens"
     assert (found.what, found.status) == (f"standard/flash time, {where}", "reproduced")
     assert found.ours == "d64 8.0x, d64 causal 16.0x, d128 4.0x, d128 causal 12.0x"
@@ -104,7 +114,9 @@ def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(l
         if sample["causal"]:
             sample["ms"]["standard+cut"] = sample["ms"]["standard"]
     (found,) = (
-        v for v in attention_figures.judge({"device": GPU, "samples": in_three(*samples)}) if v.claim == "C17"
+        v
+        for v in attention_verdicts.judge({"device": GPU, "samples": in_three(*samples)})
+        if v.claim == "C17"
     )
     assert "standard+cut" not in found.why
     if len(lengths) > 1:  # a length at which one shape was not compiled is in none of their means
@@ -112,7 +124,7 @@ def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(l
         del uncompiled["ms"]["standard+compiled"]
         (found,) = (
             v
-            for v in attention_figures.judge({"device": GPU, "samples": in_three(*samples)})
+            for v in attention_verdicts.judge({"device": GPU, "samples": in_three(*samples)})
             if v.claim == "C17"
         )
         assert found.what.endswith(where)
@@ -121,7 +133,7 @@ def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(l
         if sample["head_dim"] == 64 and sample["causal"]:  # then causal at 128 gains more than at 64
             sample["ms"]["flash"] = {phase: [2.0] * 3 for phase in ("forward", "backward")}
     results = {"device": GPU, "samples": in_three(*samples)}
-    (found,) = (v for v in attention_figures.judge(results) if v.claim == "C17")
+    (found,) = (v for v in attention_verdicts.judge(results) if v.claim == "C17")
     assert found.status == "not reproduced"
 
 
@@ -172,7 +184,7 @@ def papers_own_history() -> list[dict]:
         for n in paper.TOKENS_LENGTHS:
             ms = {
                 name: {"forward": [0.3 / rates[theirs][n]], "backward": [0.7 / rates[theirs][n]]}
-                for name, theirs in (("flash1", "fa1"), (attention_figures.PORTABLE, "fa2"))
+                for name, theirs in (("flash1", "fa1"), (peers.PORTABLE, "fa2"))
             }
             samples.append({"kind": "order", "head_dim": head_dim, "causal": causal, "length": n, "ms": ms})
     for k, speedup in paper.TOPK_SPEEDUP.items():
@@ -272,14 +284,14 @@ def test_what_tells_nothing_of_the_claim_alone_is_not_comparable():
         {**tuned, "kernel": "backward", "ms": {"64x32": {}, "32x128": {}}},
     ]
     for head_dim in (64, 128):
-        ms = {"flash1": 10.0, "two_pass": 20.0, attention_figures.PORTABLE: 1.0}
+        ms = {"flash1": 10.0, "two_pass": 20.0, peers.PORTABLE: 1.0}
         ms = {name: {"forward": [each], "backward": [each]} for name, each in ms.items()}
         samples.append({"kind": "order", "head_dim": head_dim, "causal": False, "length": 1024, "ms": ms})
     ms = {
         name: {"forward": [1.0], "backward": [each]} for name, each in (("flash1", 10.0), ("two_pass", 10.9))
     }
     samples.append({"kind": "passes", "head_dim": 64, "ms": ms})
-    ms = {attention_figures.OURS: {"all": [1.0]}, attention_figures.PORTABLE: {"all": [1.3]}}
+    ms = {peers.OURS: {"all": [1.0]}, peers.PORTABLE: {"all": [1.3]}}
     samples.append({"kind": "ablation", **shape("ablation", 8448, head_dim=128, batch=4, heads=16), "ms": ms})
     verdicts = history_figures.judge({"device": "NVIDIA H200", "samples": in_three(*samples)})
     found = {(each.claim, each.what.rpartition(", ")[2]): each for each in verdicts}
@@ -311,7 +323,7 @@ def test_what_tells_nothing_of_the_claim_alone_is_not_comparable():
     [(1.1, 1.2, [True, True]), (1.01, 1.2, [False, True]), (1.1, 1.5, [True, False])],
 )
 def test_each_of_flashattention_3s_schedules_is_judged_by_what_undoing_it_costs(in_turn, unspecialised, held):
-    times = {attention_figures.OURS: 1.0, attention_figures.PORTABLE: 1.3}
+    times = {peers.OURS: 1.0, peers.PORTABLE: 1.3}
     times |= {history_figures.IN_TURN: in_turn, history_figures.UNSPECIALISED: unspecialised}
     ms = {name: {"all": [each]} for name, each in times.items()}
     sample = {"kind": "ablation", **shape("ablation", 8448, head_dim=128, batch=4, heads=16), "ms": ms}
@@ -326,7 +338,7 @@ def test_slower_and_larger_is_not_reproduced():
             sample["ms"]["flash"]["backward"] = [10 * ms for ms in sample["ms"]["flash"]["backward"]]
         elif sample["backend"] == "flash":
             sample["peak_bytes"] *= 2
-    verdicts = attention_figures.judge({"device": GPU, "samples": samples})
+    verdicts = attention_verdicts.judge({"device": GPU, "samples": samples})
     assert {v.status for v in verdicts if "time" in v.what and "/" in v.what} == {"not reproduced"}
     # Also of one process, whose figure then decides.
     assert {v.status for v in verdicts if v.what.startswith("lengths where ours")} == {"not reproduced"}
@@ -495,7 +507,7 @@ def test_recomputing_gains_in_the_forward_loses_in_the_backward_and_is_equal_in_
                 for name, (forward, backward) in {"flash": (1.0, 1.0), "standard+compiled": stored}.items()}}
         for process, slower in enumerate((1.0, 1.0, 1.1))
     ]  # fmt: skip
-    verdicts = attention_figures.judge({"device": GPU, "samples": samples})
+    verdicts = attention_verdicts.judge({"device": GPU, "samples": samples})
     assert {verdict.claim for verdict in verdicts} == {"C30"}
     assert [verdict.what.partition(",")[0] for verdict in verdicts] == [
         "forward",
@@ -514,7 +526,7 @@ def test_what_one_kernel_stores_is_judged_where_it_was_timed():
     }
     both, compiled = ({"kind": "time", **shape("stored", n, "padding+dropout"), "ms": ms} for n in (256, 512))
     compiled |= {"ms": {name: times for name, times in ms.items() if name != "stored_p"}}
-    found = attention_figures.judge({"device": GPU, "samples": in_three(both, compiled)})
+    found = attention_verdicts.judge({"device": GPU, "samples": in_three(both, compiled)})
     held = {256: [], 512: []}
     for verdict in found:
         length = 256 if "256 tokens" in verdict.what else 512
@@ -547,7 +559,7 @@ def test_why_the_kernel_that_stores_was_not_timed_is_said(check, reason):
     timings = in_three({"kind": "time", **shape("stored", 256, "padding+dropout"), "ms": ms})
     samples = [{"kind": "check", "backend": "stored_p", "length": 256, **check}, *timings]
     for device in (GPU, "NVIDIA H200"):
-        for verdict in attention_figures.judge({"device": device, "samples": samples}):
+        for verdict in attention_verdicts.judge({"device": device, "samples": samples}):
             assert verdict.why.endswith(f"ours of that kind, stored_p, was not timed{reason}")
             ours = "ours, forward by the portable kernel, backward by Hopper's, is "
             assert verdict.why.startswith(ours) == (device != GPU)
@@ -561,7 +573,7 @@ def test_the_papers_own_stored_probabilities_are_judged_reproduced():
         stored = {"forward": [at["forward"]], "backward": [backward * at["backward"]]}
         ms = {"flash": ours, "standard+compiled": stored}
         samples.append({"kind": "time", **shape("stored", n, "padding+dropout"), "ms": ms})
-    verdicts = attention_figures.judge({"device": GPU, "samples": in_three(*samples)})
+    verdicts = attention_verdicts.judge({"device": GPU, "samples": in_three(*samples)})
     assert [verdict.ratio for verdict in verdicts] == pytest.approx([1.0] * 9)
     assert {verdict.status for verdict in verdicts} == {"reproduced"}
 
@@ -586,7 +598,7 @@ def test_an_approximation_overtakes_where_it_stays_faster_and_where_the_papers_d
         for n in exact
     ]  # fmt: skip
     results = {"device": GPU, "samples": in_three(*samples)}
-    found = [v for v in attention_figures.judge(results) if v.claim == "C9"]
+    found = [v for v in attention_verdicts.judge(results) if v.claim == "C9"]
     assert [(v.ours, v.status == "reproduced") for v in found] == [(where, each) for each in held]
     assert [v.paper for v in found] == ["between 512 and 1024 tokens", "there is one"]
 
@@ -594,7 +606,7 @@ def test_an_approximation_overtakes_where_it_stays_faster_and_where_the_papers_d
 def test_another_approximation_than_the_papers_does_not_count():
     ms = {"flash": {"all": [2.0]}, "linear": {"all": [1.0]}}
     samples = in_three(*({"kind": "time", **shape("fa1", n), "ms": ms} for n in (512, 1024)))
-    (found,) = (v for v in attention_figures.judge({"device": GPU, "samples": samples}) if v.claim == "C9")
+    (found,) = (v for v in attention_verdicts.judge({"device": GPU, "samples": samples}) if v.claim == "C9")
     assert (found.paper, found.ours, found.status) == (NOT_STATED, "from 512 tokens on", NOT_COMPARABLE)
 
 
@@ -606,7 +618,7 @@ def test_a_head_dim_that_flashattention_2s_figures_lack_is_shown_and_not_counted
             for d in (64, 256) for causal, ms in ((False, 1.9), (True, 1.0))
         )
     )  # fmt: skip
-    found = [v for v in attention_figures.judge({"device": GPU, "samples": samples}) if v.claim == "C20"]
+    found = [v for v in attention_verdicts.judge({"device": GPU, "samples": samples}) if v.claim == "C20"]
     assert [(v.ours, v.status, v.paper) for v in found] == [
         ("1.90x", "reproduced", "1.7 to 1.8x"),
         ("1.90x", NOT_COMPARABLE, NOT_STATED),
@@ -637,7 +649,7 @@ def test_why_a_library_was_not_timed_with_a_mask_is_said(mask, names, said):
     ]  # fmt: skip
     ms = {name: {"all": [1.0]} for name in ("standard", "flash", *names)}
     times = in_three({"kind": "time", **shape("fa1", 1024, mask), "ms": ms})
-    verdicts = attention_figures.judge({"device": GPU, "samples": [*checks, *times]})
+    verdicts = attention_verdicts.judge({"device": GPU, "samples": [*checks, *times]})
     (found,) = (v for v in verdicts if v.what.startswith("standard/flash time"))
     assert found.why.partition("; not timed")[1:] == said.partition("; not timed")[1:]
 
@@ -649,7 +661,7 @@ def test_head_dim_256_and_the_first_algorithm_are_held_to_standard_attention():
     wide = {"kind": "time", **shape("fa2", 2048, head_dim=256), "ms": ms(naive=5.0, standard=2.0, flash=3.0)}
     first = {"kind": "time", **shape("fa1", 2048), "ms": ms(naive=5.0, standard=2.0, flash=1.0, flash1=2.5)}
     first["ms"]["standard+compiled"] = {"forward": [0.5], "backward": [0.5]}
-    found = {v.what: v for v in attention_figures.judge({"device": GPU, "samples": in_three(wide, first)})}
+    found = {v.what: v for v in attention_verdicts.judge({"device": GPU, "samples": in_three(wide, first)})}
     # the fastest of eager PyTorch counts, here not naive
     assert found["standard/flash time, head_dim 256, full, 2048 tokens"].ours == "0.67x"
     # the paper has no head_dim 256
@@ -691,7 +703,7 @@ def test_a_slowdown_outside_the_papers_range_is_not_reproduced():
     for slower, status in ((1, "reproduced"), (0.5, "not reproduced"), (5, "not reproduced")):
         ms["chunked"] = {phase: [slower * 3.0] for phase in ms["chunked"]}
         samples = [{"kind": "time", **shape("fa1", 1024), "ms": ms}]
-        verdicts = attention_figures.judge({"device": GPU, "samples": samples})
+        verdicts = attention_verdicts.judge({"device": GPU, "samples": samples})
         assert [verdict.status for verdict in verdicts if verdict.claim == "C32"] == [status]
 
 
@@ -704,7 +716,7 @@ def test_chunks_must_cost_time_against_the_fastest_standard_attention(chunked, s
          "ms": {name: {"forward": [slower * each / 2], "backward": [slower * each / 2]} for name, each in ms.items()}}
         for process, slower in enumerate((1.0, 1.0, 1.1))
     ]  # fmt: skip
-    (found,) = (v for v in attention_figures.judge({"device": GPU, "samples": samples}) if v.claim == "C32")
+    (found,) = (v for v in attention_verdicts.judge({"device": GPU, "samples": samples}) if v.claim == "C32")
     assert (found.status, found.ours) == (status, f"{chunked / 4:.2f}x")
 
 
@@ -724,7 +736,7 @@ def flash3(rate: float, over_flash2: float, device: str = "NVIDIA H100") -> list
                 ms["flash"][phase] = [ours]
                 ms["sdpa_flash"][phase] = [over_flash2 * ours * figure["fa3"][n] / figure["fa2"][n]]
             samples.append(where | {"ms": ms, "clocks": {"sm_mhz": [1500.0, 1830.0, 1830.0]}})
-    verdicts = attention_figures.judge({"device": device, "samples": in_three(*samples)})
+    verdicts = attention_verdicts.judge({"device": device, "samples": in_three(*samples)})
     return [v for v in verdicts if v.claim == "C24" and "8192 tokens" not in v.what]
 
 
