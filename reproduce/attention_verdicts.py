@@ -81,6 +81,22 @@ def _untimed_libraries(results: Results, sample: Sample) -> str:
     return f"; not timed: {', '.join(found)}" if found else ""
 
 
+def _why_untimed(results: Results, backend: str, **where: object) -> str:
+    """What a check of the backend at these coordinates, or its memory, says against it; "" if nothing. A check that
+    lacks a coordinate is of all its values."""
+    for sample in results["samples"]:
+        if sample.get("backend") == backend and all(
+            sample.get(key, its) == its for key, its in where.items()
+        ):
+            if reason := sample.get("refused") or sample.get("failed"):
+                return reason
+            if sample.get("out_of_memory"):
+                return "memory ran out"
+            if False in (sample.get("passed"), sample.get("finite")):
+                return "its results were wrong"
+    return ""
+
+
 def _speedups(results: Results, **where: object) -> list[tuple[Sample, Times]]:
     return [(s, found) for s in timed(results, kind="time", **where) if (found := speedup(s))]
 
@@ -260,45 +276,23 @@ def _judge_chunks(results: Results, found: Verdicts) -> None:
 
 
 def _judge_stored(results: Results, found: Verdicts) -> None:
-    """C30: a kernel stores the probabilities for the backward, as the paper's did, ours computes them again. Where
-    that kernel was not timed, torch.compile's standard attention stands for it."""
+    """C30: a kernel stores the probabilities for the backward, as the paper's did, ours computes them again."""
     bounds = {"forward": FASTER, "backward": SLOWER, "both": "as fast, 0.9x to 1.1x"}
-    by_compiler = "torch.compile in two matrix products and a fused softmax"
     # What dispatch.choose takes at head_dim 64 with padding and dropout.
     kernels = ", forward by the portable kernel, backward by Hopper's," if is_hopper(results) else ""
     for phase, bound in bounds.items():
         for sample in timed(results, kind="time", figure="stored"):
-            name, length = STORED_P if STORED_P in sample["ms"] else COMPILED, sample["length"]
-            ratio, compiled = gain(sample, name, OURS, phase), gain(sample, COMPILED, OURS, phase)
+            ratio, length = gain(sample, STORED_P, OURS, phase), sample["length"]
             if not ratio or length not in paper.STORED_OVER_FLASH:
                 continue
             if phase == "both":
                 words, passed = "forward and backward", ratio.low >= 0.9 and ratio.high <= 1.1
             else:
                 words = phase
-                passed = versus(took(sample, OURS, phase), took(sample, name, phase)) == bound
-            how = f"{by_compiler}, where the paper's was one kernel; ours of that kind, {STORED_P}, was not timed"
-            if name == STORED_P:
-                how = f"{STORED_P}, one kernel, as the paper's, above 128 tokens with a product more in each pass"
-                how += f"; by {by_compiler} {compiled.shown()}" if compiled else ""
-            elif reason := _why_untimed(results, STORED_P, length=length):
-                how += f": {reason}"
+                passed = versus(took(sample, OURS, phase), took(sample, STORED_P, phase)) == bound
+            how = f"{STORED_P}, one kernel, as the paper's, above 128 tokens with a product more in each pass"
+            if compiled := gain(sample, COMPILED, OURS, phase):
+                how += f"; by torch.compile in two matrix products and a fused softmax {compiled.shown()}"
             what = f"{words}, time with stored probabilities over ours, {length} tokens"
             theirs, why = paper.STORED_OVER_FLASH[length][phase], f"ours{kernels} is {bound}; stored by {how}"
             found.times("C30", what, theirs, ratio, passed, why)
-
-
-def _why_untimed(results: Results, backend: str, **where: object) -> str:
-    """What a check of the backend at these coordinates, or its memory, says against it; "" if nothing. A check that
-    lacks a coordinate is of all its values."""
-    for sample in results["samples"]:
-        if sample.get("backend") == backend and all(
-            sample.get(key, its) == its for key, its in where.items()
-        ):
-            if reason := sample.get("refused") or sample.get("failed"):
-                return reason
-            if sample.get("out_of_memory"):
-                return "memory ran out"
-            if False in (sample.get("passed"), sample.get("finite")):
-                return "its results were wrong"
-    return ""

@@ -504,7 +504,7 @@ def test_recomputing_gains_in_the_forward_loses_in_the_backward_and_is_equal_in_
     samples = [
         {"kind": "time", **shape("stored", 256, "padding+dropout"), "process": process,
          "ms": {name: {"forward": [slower * forward], "backward": [slower * backward]}
-                for name, (forward, backward) in {"flash": (1.0, 1.0), "standard+compiled": stored}.items()}}
+                for name, (forward, backward) in {"flash": (1.0, 1.0), "stored_p": stored}.items()}}
         for process, slower in enumerate((1.0, 1.0, 1.1))
     ]  # fmt: skip
     verdicts = attention_verdicts.judge({"device": GPU, "samples": samples})
@@ -518,7 +518,7 @@ def test_recomputing_gains_in_the_forward_loses_in_the_backward_and_is_equal_in_
 
 
 def test_what_one_kernel_stores_is_judged_where_it_was_timed():
-    """The other stands beside it, as before."""
+    """What torch.compile stores stands beside it; on a Hopper GPU the verdict names the kernels of ours too."""
     ms = {
         "flash": {"forward": [1.0], "backward": [1.0]},
         "stored_p": {"forward": [1.25], "backward": [0.8]},
@@ -526,41 +526,15 @@ def test_what_one_kernel_stores_is_judged_where_it_was_timed():
     }
     both, compiled = ({"kind": "time", **shape("stored", n, "padding+dropout"), "ms": ms} for n in (256, 512))
     compiled |= {"ms": {name: times for name, times in ms.items() if name != "stored_p"}}
-    found = attention_verdicts.judge({"device": GPU, "samples": in_three(both, compiled)})
-    held = {256: [], 512: []}
-    for verdict in found:
-        length = 256 if "256 tokens" in verdict.what else 512
-        held[length].append(verdict.status == "reproduced")
-        assert "by torch.compile in two matrix products and a fused softmax" in verdict.why
-        one = "stored_p, one kernel, as the paper's, above 128 tokens with a product more in each pass; by torch"
-        assert (one in verdict.why) == (length == 256)
-        assert verdict.why.endswith("stored_p, was not timed") == (length == 512)
-    assert held == {256: [True, True, True], 512: [True, False, False]}
-
-
-@pytest.mark.parametrize(
-    ("check", "reason"),
-    [
-        ({"refused": "stored_p: no"}, ": stored_p: no"),
-        ({"failed": "RuntimeError: spoilt"}, ": RuntimeError: spoilt"),
-        ({"out_of_memory": True}, ": memory ran out"),
-        ({"passed": False}, ": its results were wrong"),
-        ({"passed": True}, ""),
-        ({"refused": "at another length", "length": 128}, ""),
-    ],
-    ids=str,
-)
-def test_why_the_kernel_that_stores_was_not_timed_is_said(check, reason):
-    """On a Hopper GPU the verdict names the kernels of ours too."""
-    ms = {
-        "flash": {"forward": [1.0], "backward": [1.0]},
-        "standard+compiled": {"forward": [4.0], "backward": [1.5]},
-    }
-    timings = in_three({"kind": "time", **shape("stored", 256, "padding+dropout"), "ms": ms})
-    samples = [{"kind": "check", "backend": "stored_p", "length": 256, **check}, *timings]
     for device in (GPU, "NVIDIA H200"):
-        for verdict in attention_verdicts.judge({"device": device, "samples": samples}):
-            assert verdict.why.endswith(f"ours of that kind, stored_p, was not timed{reason}")
+        found = attention_verdicts.judge({"device": device, "samples": in_three(both, compiled)})
+        assert [(verdict.status, "256 tokens" in verdict.what) for verdict in found] == [
+            ("reproduced", True)
+        ] * 3
+        for verdict, its in zip(found, ("4.00x", "1.50x", "2.75x"), strict=True):
+            one = "stored_p, one kernel, as the paper's, above 128 tokens with a product more in each pass; by torch"
+            assert one in verdict.why
+            assert verdict.why.endswith(f"in two matrix products and a fused softmax {its}")
             ours = "ours, forward by the portable kernel, backward by Hopper's, is "
             assert verdict.why.startswith(ours) == (device != GPU)
 
@@ -571,7 +545,7 @@ def test_the_papers_own_stored_probabilities_are_judged_reproduced():
         backward = (at["forward"] - at["both"]) / (at["both"] - at["backward"])  # over ours of the forward
         ours = {"forward": [1.0], "backward": [backward]}
         stored = {"forward": [at["forward"]], "backward": [backward * at["backward"]]}
-        ms = {"flash": ours, "standard+compiled": stored}
+        ms = {"flash": ours, "stored_p": stored}
         samples.append({"kind": "time", **shape("stored", n, "padding+dropout"), "ms": ms})
     verdicts = attention_verdicts.judge({"device": GPU, "samples": in_three(*samples)})
     assert [verdict.ratio for verdict in verdicts] == pytest.approx([1.0] * 9)
@@ -652,6 +626,23 @@ def test_why_a_library_was_not_timed_with_a_mask_is_said(mask, names, said):
     verdicts = attention_verdicts.judge({"device": GPU, "samples": [*checks, *times]})
     (found,) = (v for v in verdicts if v.what.startswith("standard/flash time"))
     assert found.why.partition("; not timed")[1:] == said.partition("; not timed")[1:]
+
+
+@pytest.mark.parametrize(
+    ("check", "reason"),
+    [
+        ({"refused": "flex: no"}, "flex: no"),
+        ({"failed": "RuntimeError: spoilt"}, "RuntimeError: spoilt"),
+        ({"out_of_memory": True}, "memory ran out"),
+        ({"passed": False}, "its results were wrong"),
+        ({"passed": True}, ""),
+        ({"refused": "at another length", "length": 128}, ""),
+    ],
+    ids=str,
+)
+def test_why_what_a_check_found_was_not_timed(check, reason):
+    results = {"samples": [{"kind": "check", "backend": "flex", "length": 256, **check}]}
+    assert attention_verdicts._why_untimed(results, "flex", length=256) == reason
 
 
 def test_head_dim_256_and_the_first_algorithm_are_held_to_standard_attention():
