@@ -20,7 +20,6 @@ Six parts:
 
 import csv
 import json
-import math
 import shutil
 import statistics
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from training import checkpoint
-from training.config import AttentionConfig, Config
+from training.config import Config
 from training.corpus import prepare_corpus
 
 from . import fleet
@@ -45,7 +44,6 @@ from .perplexity_runs import (
     TINY,
     Settings,
     TrainingRun,
-    base_config,
     data_config,
     longest_of,
     source_of,
@@ -57,16 +55,13 @@ from .perplexity_verdicts import judge
 __all__ = ["TINY", "Settings", "draw", "judge", "run", "table"]
 
 # Which code was read is among the coordinates of the runs that read it.
-SELECTION = ("parts", "only", "budget", "runs", "cache_dir", "code", "code_tokenizer")
+SELECTION = ("parts", "only", "runs", "cache_dir", "code", "code_tokenizer")
 NEEDED = ("seeds",)
 ON_CODE = ("context", "stability")  # the parts that are trained on whole source files
 # Beyond this a model of GPT-2's size learns its text by heart, and losses say little about attention.
 MAX_EPOCHS = 8
-# A shorter run has hardly left its warm-up.
-LEAST_STEPS = 100
 # Left for the runs to save themselves in, before a budget is over.
 _SAVING_S = 45.0
-_PROBE_STEPS = 30
 _BY_CONTEXT = "by_context.json"
 
 
@@ -82,7 +77,6 @@ class Task(NamedTuple):
 def run(options: Options) -> None:
     settings = _checked(options.settings)
     corpora = _corpora(options)
-    settings = _planned(options, settings)
     every = {each.name: each for each in training_runs(settings, options)}
     runs = [each for each in every.values() if wanted(each.part, each.name, settings)]
     _check_names(runs, settings)
@@ -140,66 +134,6 @@ def _corpora(options: Options) -> list[Any]:
         about |= {"tokens": corpus.train.tokens, "validation_tokens": corpus.val.tokens}
         options.sample(lambda about=about: about, kind="corpus", of=kind)
     return corpora
-
-
-# ---- a budget ----------------------------------------------------------------------------------------
-
-
-def _planned(options: Options, settings: Settings) -> Settings:
-    """Print what the runs will take, and lower the steps where a budget asks for it."""
-    if not settings.budget:
-        return settings
-    speeds = {name: _probed(options, settings, name) for name in ("naive", "flash")}
-    devices = len(options.devices)
-    every = training_runs(settings, options)
-    runs = [each for each in every if wanted(each.part, each.name, settings)]
-    fixed = 60.0 * len(runs)  # seconds: compiling, evaluating, saving
-    needed = 0.0
-    for each in runs:
-        speed = speeds["flash" if "naive" not in each.name else "naive"]
-        needed += each.config.trainer.steps * each.config.trainer.batch_tokens / speed
-    share = min(1.0, (60 * settings.budget * devices - fixed) / needed)
-    steps = int(settings.steps * share)
-    spoken = ", ".join(
-        f"{name} {1e3 * settings.batch_tokens / s:,.0f} ms a step" for name, s in speeds.items()
-    )
-    options.say(
-        f"{spoken}: {len(runs)} runs of {settings.steps:,} steps would take {(needed + fixed) / 60 / devices:.0f} "
-        f"min on {devices} device{'s' * (devices > 1)}; budget={settings.budget:g} allows {max(0, steps):,} steps"
-    )
-    if steps < min(LEAST_STEPS, settings.steps):
-        least = (fixed + needed * min(LEAST_STEPS, settings.steps) / settings.steps) / 60 / devices
-        raise ReproduceError(
-            f"budget={settings.budget:g} is too short for {len(runs)} runs of {LEAST_STEPS} steps: give at least "
-            f"{math.ceil(least)} minutes, or fewer runs with only="
-        )
-    others = ("context_steps", "recipe_steps", "extend_steps")
-    return replace(
-        settings, steps=steps, **{name: max(1, int(getattr(settings, name) * share)) for name in others}
-    )
-
-
-def _probed(options: Options, settings: Settings, attention: str) -> float:
-    """Tokens/s of a few steps, evaluation and compilation left out."""
-    base = base_config(settings, options)
-    trainer = replace(base.trainer, steps=_PROBE_STEPS, eval_every=0, sample_tokens=0)
-    probe = TrainingRun(
-        "probe", f"probe_{attention}", replace(base, attention=AttentionConfig(attention), trainer=trainer)
-    )
-    directory = probe.directory(settings)
-
-    def measure() -> Sample:
-        job = Job(probe.name, train_in, (probe.config, directory), directory.with_suffix(".log"))
-        ((_, state),) = fleet.run([job], options.devices[:1])
-        if state != DONE:
-            raise RuntimeError(f"{job.name} failed: {_last_line(job.log)}")
-        summary = json.loads((directory / "summary.json").read_text())
-        return {"tokens_per_second": summary["perf/tokens_per_second"]}
-
-    sample = options.sample(measure, kind="probe", attention=attention)
-    if sample.get("failed"):
-        raise ReproduceError(sample["failed"])
-    return sample["tokens_per_second"]
 
 
 # ---- one run -----------------------------------------------------------------------------------------

@@ -36,9 +36,6 @@ class Settings:
     code_tokenizer: str = "gpt2"
     cache_dir: str = "data/cache"
     runs: str = "runs/perplexity"
-    # Minutes to plan for, on all GPUs together: the time of a step is measured first, and the steps of
-    # every part are lowered so that all runs of the chosen parts fit. 0: as they are.
-    budget: float = 0.0
     # Names of the runs to make, such as flash,naive; if empty, all of the chosen parts.
     only: tuple[str, ...] = ()
     # Of the initial weights: every run has the first; one of `seed_backend` and of naive, and `context_seeds`, the

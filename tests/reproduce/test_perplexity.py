@@ -179,31 +179,6 @@ def test_a_mistaken_setting_is_a_one_line_error(tmp_path, capsys, override, said
     assert len(error.splitlines()) == 1
 
 
-def test_a_budget_scales_the_plan_or_is_refused(monkeypatch, capsys):
-    """With speeds known, and no run: 60 s fixed and 12,800,000 tokens at 20,000 a second are 12 min for each run."""
-    settings = perplexity.Settings(
-        parts=("gpt2",),
-        only=("flash", "naive"),
-        steps=1000,
-        batch_tokens=12_800,
-        context=128,
-        contexts=(128,),
-        extended=(128,),
-    )
-    monkeypatch.setattr(perplexity, "_probed", lambda options, settings, name: 20_000.0)
-    cpu = perplexity.torch.device("cpu")
-    options = perplexity.Options(cpu, True, settings, sample=None, devices=[cpu])
-
-    def planned(minutes: float) -> perplexity.Settings:
-        return perplexity._planned(options, perplexity.replace(settings, budget=minutes))
-
-    assert planned(60).steps == 1000
-    assert planned(12.0).steps == pytest.approx(1000 * (720 - 120) / 1280, abs=1)
-    assert "640 ms a step" in capsys.readouterr().out
-    with pytest.raises(perplexity.ReproduceError, match="at least 5 minutes"):
-        planned(3)
-
-
 def test_what_is_extended_may_be_the_run_of_the_longest_context():
     settings = perplexity.replace(perplexity.TINY, only=(), extend_from="context_32")
     options = perplexity.Options(perplexity.torch.device("cpu"), True, settings, sample=None)
