@@ -21,7 +21,8 @@ import torch.multiprocessing as mp
 
 from reproduce import plots, tables, timing
 from reproduce.attention import Inputs, Workload, attend_with, gradients, input_sets, race
-from reproduce.experiment import Options, ReproduceError, Results, Sample, Timing
+from reproduce.common import ReproduceError
+from reproduce.experiment import Options, Results, Sample, Timing
 from reproduce.timing import LEVEL, Times, timed, took
 
 from .aims import Aim

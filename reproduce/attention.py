@@ -23,7 +23,8 @@ from kernels import ATTENTION, get_attention, history
 from . import peers, timing
 from .attention_figures import draw
 from .attention_verdicts import judge
-from .experiment import Options, ReproduceError, Sample, Timing
+from .common import ReproduceError
+from .experiment import Options, Sample, Timing
 from .peers import MASK_NAMES, Attend
 from .standard import NAME as STANDARD
 from .standard import score_bias

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.config import is_users_mistake, one_line_errors
 
 from . import tables
-from .experiment import Experiment, OutOfTime, ReproduceError, find_experiment, parse_settings
+from .common import ReproduceError
+from .experiment import Experiment, OutOfTime, parse_settings
 from .plan import Step, missing, shown, steps
 from .plots import can_draw
 from .results import Store
@@ -43,10 +45,6 @@ class Program:
     name: str
     experiments: dict[str, Experiment]
     tools: dict[str, tuple[str, str]]
-
-    @property
-    def others(self) -> list[str]:
-        return ["all", *self.tools]
 
 
 def run(program: Program, argv: list[str]) -> int:
@@ -232,7 +230,10 @@ def _chosen(program: Program, words: list[str], tiny: bool) -> dict[str, list[st
     everything = names[0] == "all"
     if everything:
         names = list(program.experiments)
-    find_experiment(names[0], program.experiments, program.others)
+    if names[0] not in program.experiments:
+        known = [*program.experiments, "all", *program.tools]
+        near = "".join(f"; did you mean {each}?" for each in get_close_matches(names[0], known, n=1))
+        raise ReproduceError(f"there is no experiment {names[0]}; choose one of {', '.join(known)}{near}")
     for name in names[1:]:
         if name not in program.experiments:
             raise ReproduceError(f"{name} is not key=value, nor an experiment")

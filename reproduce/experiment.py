@@ -21,13 +21,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from .common import ReproduceError as ReproduceError
-from .common import text_table as text_table
+from .common import ReproduceError
 
 if TYPE_CHECKING:
     import torch
@@ -257,18 +255,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
     )
 }
-
-
-def find_experiment(name: str, experiments: dict[str, Experiment], others: Iterable[str]) -> Experiment:
-    """The experiment of that name.
-
-    Raises ReproduceError that lists the valid names, including `others`, which are not experiments.
-    """
-    if name not in experiments:
-        known = [*experiments, *others]
-        near = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, n=1))
-        raise ReproduceError(f"there is no experiment {name}; choose one of {', '.join(known)}{near}")
-    return experiments[name]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import nn
 
 from model.config import GPTConfig
 
-from .experiment import ReproduceError
+from .common import ReproduceError
 
 # As in its train.py: GPT-2's 50257 rounded up for speed; its softmax includes the padding.
 VOCABULARY = 50304

@@ -36,7 +36,8 @@ from training.config import Config
 from training.corpus import prepare_corpus
 
 from . import fleet
-from .experiment import Options, OutOfTime, ReproduceError, Sample
+from .common import ReproduceError
+from .experiment import Options, OutOfTime, Sample
 from .fleet import CUT, DONE, FAILED, Follow, Job
 from .perplexity_figures import draw, table
 from .perplexity_runs import (

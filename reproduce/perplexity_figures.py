@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from . import plots
-from .experiment import Results, Sample, pick, text_table
+from .common import text_table
+from .experiment import Results, Sample, pick
 
-BASELINE, CONTROL = "naive", "naive_half"
+NAIVE, CONTROL = "naive", "naive_half"
 SEEDS = (("flash_seed", "flash"), ("naive_seed", "naive"))
 NAMES = {
     "naive": "naive",
@@ -82,7 +83,7 @@ def table(results: Results) -> str:
     rows = []
     for part in ("gpt2", "recipe", "context", "stability", "extend"):
         compared = runs(results, part)
-        base = compared.get(BASELINE) or compared.get("recipe_naive")
+        base = compared.get(NAIVE) or compared.get("recipe_naive")
         for run in compared.values():
             steps = f"{run['partial']} (cut)" if "partial" in run else f"{run['steps']}"
             if step := diverged_from(run):
@@ -110,7 +111,7 @@ def _label(run: Sample) -> str:
 def _numerics_table(sample: Sample) -> str:
     header = [f"weights {WEIGHTS[sample['when']]}", "dtype", "loss", "- naive float32"]
     header += ["gradients: worst", "median"]
-    rows, exact = [], (BASELINE, "float32")
+    rows, exact = [], (NAIVE, "float32")
     base = next(row["loss"] for row in sample["rows"] if (row["backend"], row["dtype"]) == exact)
     for row in sample["rows"]:
         cells = [row["refused"][:60], "", "", ""] if "refused" in row else []
@@ -136,7 +137,7 @@ def draw(results: Results, path: Path, claim: str = "") -> bool:
     compared = runs(results, "gpt2") if claim in ("", "C12") else {}
     trained = runs(results, "context") if claim in ("", "C14") else {}
     panels = [(draw_tokens, compared), (draw_clock, compared)] if compared else []
-    if BASELINE in compared and len(compared) > 1:
+    if NAIVE in compared and len(compared) > 1:
         panels += [(draw_gaps, compared)]
     if trained:
         trained |= runs(results, "stability")
@@ -172,8 +173,8 @@ def _style(name: str) -> dict:
     return {
         "color": plots.colour(name.split("_")[0]),
         "linestyle": ":" if name.endswith("_seed") else "--" if name in (CONTROL, "flash_triton") else "-",
-        "linewidth": 3.5 if name == BASELINE else 1.3,
-        "alpha": 0.5 if name == BASELINE else 1.0,
+        "linewidth": 3.5 if name == NAIVE else 1.3,
+        "alpha": 0.5 if name == NAIVE else 1.0,
         "label": NAMES[name],
     }
 
@@ -181,8 +182,8 @@ def _style(name: str) -> dict:
 def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     """Validation loss against tokens: this panel and the next two are in README's picture too."""
     title = "Loss curve"
-    if BASELINE in compared and len(compared) > 1:
-        apart = max(gap(run, compared[BASELINE])[0] for run in compared.values())
+    if NAIVE in compared and len(compared) > 1:
+        apart = max(gap(run, compared[NAIVE])[0] for run in compared.values())
         title = f"Loss curves: ends within {apart:.1g} nats"
     lines = [(_against_tokens(run), _style(name)) for name, run in compared.items()]
     _plot(axis, title, "M tokens", LOSS, lines)
@@ -202,16 +203,16 @@ def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     """How far a run is above naive; one of other weights, above the run that differs in nothing else."""
     lines = []
     for name, run in compared.items():
-        other = compared.get(dict(SEEDS).get(name, BASELINE))
-        if other is not None and name != BASELINE:
+        other = compared.get(dict(SEEDS).get(name, NAIVE))
+        if other is not None and name != NAIVE:
             theirs = dict(_against_tokens(other))
             points = [
                 (tokens, loss - theirs[tokens]) for tokens, loss in _against_tokens(run) if tokens in theirs
             ]
-            label = NAMES[name] + (f", minus {NAMES[other['name']]}" if other["name"] != BASELINE else "")
+            label = NAMES[name] + (f", minus {NAMES[other['name']]}" if other["name"] != NAIVE else "")
             lines.append((points, {**_style(name), "label": label}))
     _plot(axis, "How far apart", "M tokens", "validation loss above naive's (nats)", lines)
-    axis.axhline(0, **{**_style(BASELINE), "label": None})
+    axis.axhline(0, **{**_style(NAIVE), "label": None})
     plots.legend(axis)
 
 

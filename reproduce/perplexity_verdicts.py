@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 
 from .experiment import NOT_STATED, Results, Sample, Verdict, Verdicts, pick
 from .perplexity_figures import (
-    BASELINE,
     CONTROL,
+    NAIVE,
     NAMES,
     WEIGHTS,
     diverged_from,
@@ -55,11 +55,11 @@ def _why_left(results: Results, part: str) -> str:
 def _judge_runs(results: Results, found: Verdicts) -> None:
     compared = _whole(results, "gpt2")
     seeds = next(iter(seed_gaps(compared)), None)
-    if BASELINE not in compared or CONTROL not in compared or seeds is None:
+    if NAIVE not in compared or CONTROL not in compared or seeds is None:
         why = "needs runs of naive with two micro-batches, and of one attention with two seeds"
         found.append(Verdict("C12", "loss curves of the backends", "the same", why=why))
         return
-    base, control = compared[BASELINE], gap(compared[CONTROL], compared[BASELINE])
+    base, control = compared[NAIVE], gap(compared[CONTROL], compared[NAIVE])
     tokens = base["steps"] * base["batch_tokens"] / 1e6
     bound = (
         f"the bound, set before the run: at most {CONTROL_FACTOR:g} times naive against itself with half the "
@@ -113,10 +113,10 @@ def _whose_rounding(results: Results, name: str) -> str:
         if row["dtype"] == "bfloat16" and "refused" not in row
     }
     backend = {"flash_triton": "flash, portable"}.get(name, name)
-    if not {BASELINE, backend} <= errors.keys():
+    if not {NAIVE, backend} <= errors.keys():
         return ""
     return (
-        f". Gradients of the trained model in bfloat16 are {errors[BASELINE]:.1%} from float64's with naive, which "
+        f". Gradients of the trained model in bfloat16 are {errors[NAIVE]:.1%} from float64's with naive, which "
         f"rounds its scores to bfloat16, and {errors[backend]:.1%} with {NAMES[name]}"
     )
 
@@ -131,7 +131,7 @@ def _judge_recipe(results: Results, found: Verdicts) -> None:
     ours = f"{end:.4f} nats apart at the end, {later:.4f} over the second half"
     steps = compared["recipe_flash"]["steps"]
     why = f"no bound: what other weights or roundings change in these {steps:,} steps was not run"
-    if base := _whole(results, "gpt2").get(BASELINE):
+    if base := _whole(results, "gpt2").get(NAIVE):
         why += f"; the bounds above are of {base['steps']:,} steps in bfloat16 without dropout"
     found.add("C12", what, COINCIDE, ours, None, why)
 
@@ -141,9 +141,9 @@ def _judge_numerics(results: Results, found: Verdicts) -> None:
     for sample in pick(results, kind="numerics"):
         rows = {(row["backend"], row["dtype"]): row for row in sample["rows"] if "refused" not in row}
         for dtype in ("bfloat16", "float16"):
-            if ("flash", dtype) not in rows or (BASELINE, dtype) not in rows:
+            if ("flash", dtype) not in rows or (NAIVE, dtype) not in rows:
                 continue
-            flash, naive = rows["flash", dtype], rows[BASELINE, dtype]
+            flash, naive = rows["flash", dtype], rows[NAIVE, dtype]
             ratios = {
                 name: each / naive["gradient_errors"][name] for name, each in flash["gradient_errors"].items()
             }

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .experiment import Experiment, Options, Sample, text_table
+from .common import text_table
+from .experiment import Experiment, Options, Sample
 
 if TYPE_CHECKING:
     import torch

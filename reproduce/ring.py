@@ -22,7 +22,8 @@ import torch.multiprocessing as mp
 from kernels.ring import gathers_keys
 
 from . import plots
-from .experiment import NOT_STATED, Options, ReproduceError, Results, Sample, Verdict, Verdicts, text_table
+from .common import ReproduceError, text_table
+from .experiment import NOT_STATED, Options, Results, Sample, Verdict, Verdicts
 from .ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, GATHERED, ONE, RING, TORCH, Shape, on_rank
 from .timing import timed, took
 

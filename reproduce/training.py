@@ -19,8 +19,9 @@ from model.gpt import GPT
 from training.metrics import peak_flops
 
 from . import contenders, nanogpt, timing
+from .common import ReproduceError
 from .contenders import FUSED, HF_EAGER, HF_SDPA, NANOGPT, NANOGPT_BIASES, PADDED, Contender, initial_model
-from .experiment import Options, ReproduceError, Sample, Timing
+from .experiment import Options, Sample, Timing
 from .standard import CUT
 from .standard import NAME as STANDARD
 from .training_figures import draw, judge

@@ -38,9 +38,9 @@ from reproduce import (
 from reproduce.__main__ import main
 from reproduce.attention import Inputs, Workload, attend_with
 from reproduce.claims import CLAIMS
-from reproduce.common import as_lines, rounded
+from reproduce.common import ReproduceError, as_lines, rounded
 from reproduce.counting import compulsory_bytes, counting, flash_bytes
-from reproduce.experiment import EXPERIMENTS, Options, ReproduceError, parse_settings, pick
+from reproduce.experiment import EXPERIMENTS, Options, parse_settings, pick
 from reproduce.hardware_counters import parse, read_counters
 from reproduce.plan import ASSUMED
 from reproduce.results import Store

@@ -11,15 +11,8 @@ import torch
 from benchmarks.ring import aims
 from reproduce import command_line, ring
 from reproduce.__main__ import main
-from reproduce.experiment import (
-    EXPERIMENTS,
-    NOT_COMPARABLE,
-    NOT_MEASURED,
-    Options,
-    ReproduceError,
-    Timing,
-    pick,
-)
+from reproduce.common import ReproduceError
+from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_MEASURED, Options, Timing, pick
 from reproduce.ring import Settings, Shape, message_bytes, predict
 from reproduce.ring_ranks import BACKWARD, COMPUTE, EXCHANGE, FORWARD, GATHERED, ONE, RING, TORCH, race
 

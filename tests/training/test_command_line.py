@@ -299,7 +299,7 @@ def test_sample_and_reproduce_do_not_catch_exceptions_from_bugs(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["sample.py", "run"])
     with pytest.raises(ValueError, match="a bug"):
         sample.main()
-    monkeypatch.setattr("reproduce.command_line.find_experiment", bug)
+    monkeypatch.setattr("reproduce.command_line._chosen", bug)
     with pytest.raises(ValueError, match="a bug"):
         reproduce.__main__.main(["attention"])
 
