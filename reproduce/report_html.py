@@ -6,22 +6,22 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
-from . import report
+from . import report_page
 from .claims import PAPERS
 from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
 
 # State of a claim or status of a figure -> CSS class.
 MARKS = {
     REPRODUCED: "good",
-    report.IN_PART: "part",
-    report.BY_COUNT: "part",
+    report_page.IN_PART: "part",
+    report_page.BY_COUNT: "part",
     NOT_REPRODUCED: "bad",
     NOT_COMPARABLE: "grey",
     NOT_MEASURED: "none",
 }
 
 
-def as_html(page: report.Page) -> str:
+def as_html(page: report_page.Page) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -31,7 +31,7 @@ def as_html(page: report.Page) -> str:
     )
     environment.filters |= {"markdown": _markdown, "svg": _svg, "states": _states}
     return environment.get_template("report.html").render(
-        page=page, report=report, marks=MARKS, papers=PAPERS
+        page=page, report=report_page, marks=MARKS, papers=PAPERS
     )
 
 

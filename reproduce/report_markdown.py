@@ -2,9 +2,21 @@
 
 from pathlib import Path
 
-from . import report
 from .claims import PAPERS
 from .common import markdown_table
+from .report_page import (
+    COLUMNS,
+    FIRST_COLUMNS,
+    HOW_TO_READ,
+    RUN_COLUMNS,
+    Figure,
+    Page,
+    counted,
+    figure_rows,
+    first_rows,
+    run_rows,
+    texts,
+)
 
 WHERE = (
     "The column figures says how many of those that could be compared are reproduced; those by count, which no run "
@@ -17,13 +29,13 @@ WHERE = (
 )
 
 
-def as_markdown(page: report.Page, directory: Path) -> str:
+def as_markdown(page: Page, directory: Path) -> str:
     lines = ["# The papers' claims, reproduced", ""]
     lines += [f"![At a glance]({_link(path, directory)})\n" for path in page.headlines]
-    lines += markdown_table(report.FIRST_COLUMNS, report.first_rows(page))
+    lines += markdown_table(FIRST_COLUMNS, first_rows(page))
     lines += [f"**Of the papers' {len(page.claims)} claims:**", ""]
-    lines += [f"- **{len(names)} {state}**: {', '.join(names)}" for state, names in report.counted(page)]
-    lines += ["", "## How to read this", "", *(f"- {line}" for line in (*report.HOW_TO_READ, *WHERE)), ""]
+    lines += [f"- **{len(names)} {state}**: {', '.join(names)}" for state, names in counted(page)]
+    lines += ["", "## How to read this", "", *(f"- {line}" for line in (*HOW_TO_READ, *WHERE)), ""]
     lines += ["## The claims", ""]
     rows = []
     for name, judged in page.claims.items():
@@ -46,16 +58,16 @@ def as_markdown(page: report.Page, directory: Path) -> str:
             lines += [f"{name}. {judged.claim.statement}", "", *_table(judged.on_cpu)]
         lines += [f"![{name}]({_link(path, directory)})\n" for path in judged.cpu_pictures]
     lines += ["## C. Runs", "", *(f"- {note}" for note in page.notes), *[""] * bool(page.notes)]
-    lines += markdown_table(report.RUN_COLUMNS, report.run_rows(page))
-    if written := list(report.texts(page)):
+    lines += markdown_table(RUN_COLUMNS, run_rows(page))
+    if written := list(texts(page)):
         lines += ["", "## D. Texts", "", "What GPT-2 small writes, from an empty prompt and one seed.", ""]
         for name, text in written:
             lines += [f"{name}:", "", *(f"    {line}" for line in text.strip().splitlines()), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(figures: list[report.Figure]) -> list[str]:
-    return markdown_table(report.COLUMNS, report.figure_rows(figures)) if figures else []
+def _table(figures: list[Figure]) -> list[str]:
+    return markdown_table(COLUMNS, figure_rows(figures)) if figures else []
 
 
 def _link(path: Path, directory: Path) -> str:

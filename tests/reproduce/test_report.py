@@ -25,8 +25,8 @@ from reproduce.claims import CLAIMS
 from reproduce.common import markdown_table
 from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_STATED, Verdict
 from reproduce.older_code import SLOWER_FLASH1
-from reproduce.report import COLUMNS, Figure, Judged, Page, counted, first_rows, summary
 from reproduce.report_html import MARKS, as_html
+from reproduce.report_page import COLUMNS, Figure, Judged, Page, counted, first_rows, summary
 from reproduce.results import VERSION, beside, host_load, slug
 from tests.processes import in_three
 from tests.reproduce.pages import assert_fits, media
