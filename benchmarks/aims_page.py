@@ -9,7 +9,8 @@ from pathlib import Path
 
 from reproduce.common import markdown_table, results_folder, writing
 from reproduce.plots import can_draw
-from reproduce.results import beside, changed_since, faster_since, host_load, read_all, slug, timed_again
+from reproduce.report_notes import host_load, of_points
+from reproduce.results import changed_since, faster_since, read_all, slug
 
 from . import standing
 from .aims import MET, MISSED, NO_AIM, Aim
@@ -71,11 +72,10 @@ def page(directory: Path) -> tuple[str, str]:
         sections += [f"## {name}, {device}", "", f"`{command}`, {document['date']}: [samples]({file}).", ""]
         sections += [f"Changed since it was run: {', '.join(stale)}.", ""] if stale else []
         sections += [line for words in faster_since(document) for line in (f"Of before, {words}.", "")]
-        sections += [f"Newer than the rest: {again}.", ""] if (again := timed_again(document)) else []
+        sections += [line for words in of_points(document) for line in (f"Here {words}.", "")]
         processes = {sample.get("process") for sample in document["samples"] if sample["kind"] in TIMED}
         sections += ["One process: no range.", ""] if len(processes) == 1 else []
         sections += [f"Load of the host: {load}.", ""] if (load := host_load(document)) else []
-        sections += [f"Some points were timed beside {other}.", ""] if (other := beside(document)) else []
         if hasattr(module, "unmeasured"):
             alike = [each for each in documents if (each["experiment"], each["device"]) == (name, device)]
             missing = module.unmeasured(sample for each in alike for sample in each["samples"])

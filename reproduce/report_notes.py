@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from .experiment import Results
-from .results import beside, changed_since, faster_since, timed_again
+from .results import changed_since, faster_since
 
 # The state of a complete run beside a newer partial one: it counts where that has no figure.
 EARLIER = "earlier run"
@@ -22,10 +22,7 @@ def notes(documents: list[Results]) -> Iterator[str]:
             faster[words].append(name_of(document))
     yield from (f"{', '.join(names)}, {words}" for words, names in faster.items())
     for document in documents:
-        if again := timed_again(document):
-            yield f"of {name_of(document)}, some points are newer than the rest: {again}"
-        if other := beside(document):
-            yield f"of {name_of(document)}, some points were timed beside {other}"
+        yield from (f"of {name_of(document)}, {words}" for words in of_points(document))
         if document["experiment"] in OF_STEPS:
             continue
         rounds: Counter[str] = Counter()  # late ones, whose times may include waiting; see `timing.Timed`
@@ -46,6 +43,38 @@ def notes(documents: list[Results]) -> Iterator[str]:
         for processes, points in sorted(_timed_by_fewer(document).items()):
             yield f"of {name_of(document)}, {processes} process{'es' * (processes > 1)} timed {points}"
     yield from _listed("some samples failed, whose files say why", documents, _failed)
+
+
+def of_points(document: Results) -> Iterator[str]:
+    """What holds of some of a document's points: newer than it (merge.py --over), or not timed alone (by hand)."""
+    if again := timed_again(document):
+        yield f"some points are newer than the rest: {again}"
+    if other := "; ".join(dict.fromkeys(each["beside"] for each in document["samples"] if "beside" in each)):
+        yield f"some points were timed beside {other}"
+
+
+def timed_again(document: Results) -> str:
+    """Features or lengths of points newer than their document: "sinks at 820bf2d"; or ""."""
+    newer: dict[str, set[str]] = defaultdict(set)
+    lengths: dict[str, set[int]] = defaultdict(set)
+    for sample in document["samples"]:
+        if "feature" in sample and "again" in sample:
+            newer[sample["again"]].add(sample["feature"])
+        elif "again" in sample:
+            lengths[sample["again"]].add(sample.get("length") or sample["context"])
+    said = [f"{', '.join(sorted(its))} at {commit}" for commit, its in newer.items()]
+    said += [f"lengths {', '.join(map(str, sorted(its)))} at {commit}" for commit, its in lengths.items()]
+    return "; ".join(said)
+
+
+def host_load(document: Results) -> str:
+    """The host's load averages while samples were timed: "4 to 78 of 64 cores"; "" where none was recorded."""
+    clocks = [sample.get("clocks") for sample in document["samples"]]
+    found = [load for each in clocks if isinstance(each, dict) for load in each.get("host_load", ())]
+    if not found:
+        return ""
+    ends = dict.fromkeys(f"{load:.0f}" for load in (min(found), max(found)))
+    return f"{' to '.join(ends)} of {document['environment']['cpu_count']} cores"
 
 
 def _listed(words: str, documents: list[Results], holds: Callable[[Results], object]) -> Iterator[str]:

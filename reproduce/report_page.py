@@ -10,8 +10,8 @@ from pathlib import Path
 from .claims import CLAIMS, Claim
 from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED, Results, Verdict
 from .perplexity_figures import runs
-from .report_notes import EARLIER
-from .results import changed_since, host_load
+from .report_notes import EARLIER, host_load
+from .results import changed_since
 
 HOW_TO_READ = (
     "A figure is ours only if a file in results/ holds it; all else is not measured.",

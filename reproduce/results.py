@@ -17,7 +17,6 @@ import itertools
 import json
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -68,35 +67,6 @@ def faster_since(document: Results) -> list[str]:
     """What of a document has become faster since; see `older_code.py`."""
     outrun = _outrun(document)
     return list(dict.fromkeys(each.words for sample in document["samples"] for each in outrun(sample)))
-
-
-def timed_again(document: Results) -> str:
-    """Features or lengths of points newer than their document (merge.py --over): "sinks at 820bf2d"; or ""."""
-    newer: dict[str, set[str]] = defaultdict(set)
-    lengths: dict[str, set[int]] = defaultdict(set)
-    for sample in document["samples"]:
-        if "feature" in sample and "again" in sample:
-            newer[sample["again"]].add(sample["feature"])
-        elif "again" in sample:
-            lengths[sample["again"]].add(sample.get("length") or sample["context"])
-    said = [f"{', '.join(sorted(its))} at {commit}" for commit, its in newer.items()]
-    said += [f"lengths {', '.join(map(str, sorted(its)))} at {commit}" for commit, its in lengths.items()]
-    return "; ".join(said)
-
-
-def host_load(document: Results) -> str:
-    """The host's load averages while samples were timed: "4 to 78 of 64 cores"; "" where none was recorded."""
-    clocks = [sample.get("clocks") for sample in document["samples"]]
-    found = [load for each in clocks if isinstance(each, dict) for load in each.get("host_load", ())]
-    if not found:
-        return ""
-    ends = dict.fromkeys(f"{load:.0f}" for load in (min(found), max(found)))
-    return f"{' to '.join(ends)} of {document['environment']['cpu_count']} cores"
-
-
-def beside(document: Results) -> str:
-    """What else ran on a GPU while samples were timed: their field `beside`, written by hand; "" if nothing did."""
-    return "; ".join(dict.fromkeys(each["beside"] for each in document["samples"] if "beside" in each))
 
 
 def without_outrun(

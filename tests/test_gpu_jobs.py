@@ -18,7 +18,8 @@ from kernels.registry import AttentionRequest
 from reproduce import perplexity, perplexity_runs
 from reproduce.experiment import Options, pick
 from reproduce.older_code import FASTER_SINCE
-from reproduce.results import changed_since, faster_since, timed_again, without_outrun
+from reproduce.report_notes import timed_again
+from reproduce.results import changed_since, faster_since, without_outrun
 from reproduce.ring import samples as ring_samples
 from reproduce.timing import took
 from tests.conftest import ROOT

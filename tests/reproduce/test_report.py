@@ -26,8 +26,9 @@ from reproduce.common import markdown_table
 from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_STATED, Verdict
 from reproduce.older_code import SLOWER_FLASH1
 from reproduce.report_html import MARKS, as_html
+from reproduce.report_notes import host_load, of_points
 from reproduce.report_page import COLUMNS, Figure, Judged, Page, counted, first_rows, summary
-from reproduce.results import VERSION, beside, host_load, slug
+from reproduce.results import VERSION, slug
 from tests.processes import in_three
 from tests.reproduce.pages import assert_fits, media
 
@@ -371,9 +372,9 @@ def test_what_else_ran_on_the_host_is_told_of_every_document():
     assert host_load(document) == ""
     samples += [{"kind": "time", "clocks": {"host_load": load}} for load in ([4.3, 12.0], [7.0, 78.2])]
     assert host_load(document) == "4 to 78 of 64 cores"
-    assert beside(document) == ""
+    assert not [*of_points(document)]
     samples += [{"kind": "time", "beside": other} for other in ("tests", "tests", "a run")]
-    assert beside(document) == "tests; a run"
+    assert [*of_points(document)] == ["some points were timed beside tests; a run"]
 
 
 def test_a_report_of_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
