@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import plots
+from . import pairs, plots
 from .attention_figures import peaks, rates
 from .contenders import FUSED, NANOGPT, NANOGPT_BIASES
 from .experiment import Results
@@ -18,24 +18,31 @@ ATTENTIONS = {
     "sdpa_flash": "PyTorch, FlashAttention-2",
     "sdpa_cudnn": "PyTorch, cuDNN",
     "fa4": "FlashAttention-4",
-    "flash": "tilegpt",
+    "flash": "flash (ours)",
 }
 STEPS = {
-    f"flash{FUSED}": "tilegpt",
-    "flash": "with torch's layers",
-    "sdpa": "and torch's attention",
+    f"flash{FUSED}": "ours",
+    "flash": "with PyTorch's layers",
+    "sdpa": "and its attention",
     NANOGPT: "nanoGPT, no biases",
     NANOGPT_BIASES: "nanoGPT",
-    "naive": "naive attention",
+    "naive": "ours, naive attention",
 }
+LOSSES = ("naive", "flash", "sdpa")
 OTHERS = "#9aa3ad"
 
 
-def draw(attention: Results, training: Results, path: Path, perplexity: Results | None = None) -> None:
-    """Draw a panel each of speed, memory and training, and a row of loss curves where they were measured.
+def draw(
+    attention: Results,
+    training: Results,
+    path: Path,
+    perplexity: Results | None = None,
+    trained: list[pairs.Trained] | None = None,
+) -> None:
+    """Draw a panel each of speed, memory and training, and a row of losses where they were measured.
 
     `attention` and `training` are results of one GPU; `perplexity` may be another's, since curves against tokens do
-    not depend on it.
+    not depend on it. trained: the runs of every pair, of all GPUs; without pairs the last panel is `perplexity`'s.
     """
     title = f"On one {attention['device']}"
     if perplexity and perplexity["device"] != attention["device"]:
@@ -45,8 +52,16 @@ def draw(attention: Results, training: Results, path: Path, perplexity: Results 
         _draw_memory(axes[1], attention)
         _draw_steps(axes[2], training)
         if perplexity:
-            for axis, panel in zip(axes[3:], (draw_tokens, draw_clock, draw_gaps), strict=True):
-                panel(axis, runs(perplexity, "gpt2"))
+            compared = runs(perplexity, "gpt2")
+            few = {name: run for name, run in compared.items() if name in LOSSES}
+            draw_tokens(axes[3], few)
+            draw_clock(axes[4], few)
+            if trained and pairs.matched(trained):
+                pairs.panel(axes[5], trained)
+                band = axes[5].get_legend_handles_labels()[0][-1]
+                plots.legend(axes[5], handles=[band])  # which pair is which: the report's picture says
+            else:
+                draw_gaps(axes[5], compared)
 
 
 def _draw_rates(axis: plots.Axes, results: Results) -> None:
@@ -63,8 +78,8 @@ def _draw_memory(axis: plots.Axes, results: Results) -> None:
     gib = {name: {n: b / 2**30 for n, b in measured.get(name, {}).items()} for name in shown}
     _draw_lines(axis, gib, below="sdpa_cudnn")
     axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g}" if gib >= 1 else f"1/{1 / gib:g}")
-    axis.set_ylabel("peak GiB, forward and backward")
+    axis.yaxis.set_major_formatter(lambda gib, _: f"{gib:g} GiB" if gib >= 1 else f"{1024 * gib:g} MiB")
+    axis.set_ylabel("peak, forward and backward")
     axis.set_title("Memory of attention, 16 x 8 heads of 64")
 
 
@@ -93,4 +108,4 @@ def _draw_steps(axis: plots.Axes, results: Results) -> None:
     axis.grid(axis="y", visible=False)
     axis.set_xlim(0, axis.get_xlim()[1] * 1.1)
     axis.set_xlabel("thousand tokens/s")
-    axis.set_title("Training GPT-2 small, compiled, bf16")
+    axis.set_title(f"GPT-2 small, {sample['micro_batch']} sequences a forward")

@@ -187,17 +187,23 @@ def judge(trained: list[Trained]) -> list[Verdict]:
 
 
 def draw(trained: list[Trained], path: Path) -> None:
+    """A picture of `panel` alone."""
+    with plots.picture(path, title="Pairs that differ in attention alone; early gaps are cut off") as (axis,):
+        panel(axis, trained)
+        plots.legend_below([axis])
+
+
+def panel(axis: plots.Axes, trained: list[Trained]) -> None:
     """How far flash is above naive in each pair against tokens, and the band of other weights."""
     found, gap, second_half = matched(trained), weights_gap(trained) or 0.0, []
-    with plots.picture(path, title="Flash against naive, pair by pair; early gaps are cut off") as (axis,):
-        for naive, flash in found:
-            steps = sorted(naive.losses.keys() & flash.losses.keys())
-            tokens = [step * naive.batch_tokens / 1e6 for step in steps]
-            apart = [flash.losses[step] - naive.losses[step] for step in steps]
-            axis.plot(tokens, apart, label=f"{naive.device.removeprefix('NVIDIA ')}, weights {naive.weights}")
-            second_half += apart[len(apart) // 2 :]
-        axis.axhspan(-gap, gap, color="#7F7F7F", alpha=0.15, label="other weights, on average")
-        axis.axhline(0, color="#7F7F7F", linewidth=1)
-        edge = 1.2 * max(gap, *map(abs, second_half))
-        axis.set(xlabel="M tokens", ylabel="validation loss above naive's (nats)", ylim=(-edge, edge))
-        plots.legend_below([axis])
+    for naive, flash in found:
+        steps = sorted(naive.losses.keys() & flash.losses.keys())
+        tokens = [step * naive.batch_tokens / 1e6 for step in steps]
+        apart = [flash.losses[step] - naive.losses[step] for step in steps]
+        axis.plot(tokens, apart, label=f"{naive.device.removeprefix('NVIDIA ')}, weights {naive.weights}")
+        second_half += apart[len(apart) // 2 :]
+    axis.axhspan(-gap, gap, color="#7F7F7F", alpha=0.15, label="other weights, on average")
+    axis.axhline(0, color="#7F7F7F", linewidth=1)
+    edge = 1.2 * max(gap, *map(abs, second_half))
+    axis.set(xlabel="M tokens", ylabel="validation loss above naive's (nats)", ylim=(-edge, edge))
+    axis.set_title(f"Flash minus naive, {len(found)} pairs of runs")

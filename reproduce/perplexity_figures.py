@@ -181,10 +181,10 @@ def _style(name: str) -> dict:
 
 def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     """Validation loss against tokens: this panel and the next two are in README's picture too."""
-    title = "Loss curve"
+    title = "Loss against tokens"
     if NAIVE in compared and len(compared) > 1:
         apart = max(gap(run, compared[NAIVE])[0] for run in compared.values())
-        title = f"Loss curves: ends within {apart:.1g} nats"
+        title = f"Loss: ends within {apart:.1g} nats"
     lines = [(_against_tokens(run), _style(name)) for name, run in compared.items()]
     _plot(axis, title, "M tokens", LOSS, lines)
     plots.legend(axis)
@@ -196,7 +196,7 @@ def draw_clock(axis: plots.Axes, compared: dict[str, Sample]) -> None:
         if speed := run["tokens_per_second"]:
             points = [(millions * 1e6 / speed / 60, loss) for millions, loss in _against_tokens(run)]
             lines.append((points, _style(name)))
-    _plot(axis, "... on the clock", "minutes of training", LOSS, lines)
+    _plot(axis, "Loss against minutes", "minutes of training", LOSS, lines)
 
 
 def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
@@ -211,7 +211,7 @@ def draw_gaps(axis: plots.Axes, compared: dict[str, Sample]) -> None:
             ]
             label = NAMES[name] + (f", minus {NAMES[other['name']]}" if other["name"] != NAIVE else "")
             lines.append((points, {**_style(name), "label": label}))
-    _plot(axis, "How far apart", "M tokens", "validation loss above naive's (nats)", lines)
+    _plot(axis, "Loss minus naive's", "M tokens", "validation loss above naive's (nats)", lines)
     axis.axhline(0, **{**_style(NAIVE), "label": None})
     plots.legend(axis)
 

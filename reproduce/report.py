@@ -62,7 +62,11 @@ def build(directory: Path) -> Page:
             page.notes.append(f"{name_of(document)} cannot be judged: {type(error).__name__}: {error}")
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     _add_between_devices(page, curves)
-    _add_pairs(page, curves, directory)
+    trained = []
+    if files := sorted(directory.glob(f"*/{pairs.FILE}")):
+        trained += [run for each in curves for run in pairs.of_perplexity(each)]
+        trained += [run for file in files for run in pairs.of_recipes(json.loads(file.read_text()))]
+        _add_pairs(page, trained, files, directory)
     for verdict in judge_against_others(page.documents):
         device = verdict.basis.partition(",")[0]
         own, others = (page.sources[name, device] for name in ("sparse", "attention"))
@@ -73,7 +77,7 @@ def build(directory: Path) -> Page:
             _add_long_run(page, json.loads(file.read_text()), file.with_suffix(".svg"))
         except Exception as error:
             page.notes.append(f"{file} cannot be shown: {type(error).__name__}: {error}")
-    page.headlines = list(_headlines(page.documents, directory)) if can_draw() else []
+    page.headlines = list(_headlines(page.documents, trained, directory)) if can_draw() else []
     for name, judged in page.claims.items():
         judged.figures += map(Figure, _missing(judged, page.documents))
         at = PICTURED_AT.get(name, "")
@@ -124,13 +128,8 @@ def _add_between_devices(page: Page, curves: list[Results]) -> None:
         page.claims["C14"].figures += (Figure(verdict, source) for verdict in found)
 
 
-def _add_pairs(page: Page, curves: list[Results], directory: Path) -> None:
-    """C12 by every pair of runs that differ in attention alone, where there are runs for it alone."""
-    files = sorted(directory.glob(f"*/{pairs.FILE}"))
-    if not files:
-        return
-    trained = [run for each in curves for run in pairs.of_perplexity(each)]
-    trained += [run for file in files for run in pairs.of_recipes(json.loads(file.read_text()))]
+def _add_pairs(page: Page, trained: list[pairs.Trained], files: list[Path], directory: Path) -> None:
+    """C12 by every pair of runs that differ in attention alone; `files` hold those that ran for it."""
     claim = page.claims["C12"]
     links = ", ".join(f"[{file.parent.name}]({file.relative_to(directory).as_posix()})" for file in files)
     claim.figures += (Figure(replace(each, basis=f"{each.basis}: {links}")) for each in pairs.judge(trained))
@@ -149,7 +148,7 @@ def _add_long_run(page: Page, document: Results, picture: Path) -> None:
     page.long_runs.append(document)
 
 
-def _headlines(documents: list[Results], directory: Path) -> Iterator[Path]:
+def _headlines(documents: list[Results], trained: list[pairs.Trained], directory: Path) -> Iterator[Path]:
     """The picture that README shows, for each GPU on which attention and training were both measured.
 
     The loss curves in it are of that GPU, or else of the one with the most of them.
@@ -162,7 +161,7 @@ def _headlines(documents: list[Results], directory: Path) -> Iterator[Path]:
         needed = [measured.get((device, name)) for name in ("attention", "training")]
         if all(needed) and peaks(needed[0]):  # else too little of attention for a picture
             path = directory / slug(device) / "headline.svg"
-            headline.draw(*needed, path, curves.get(device, most))
+            headline.draw(*needed, path, curves.get(device, most), trained)
             yield path
 
 

@@ -446,7 +446,7 @@ def test_attention_and_training_of_a_gpu_give_the_headline_picture(tmp_path):
     write(tmp_path, "perplexity", [*both, curve | {"name": "sdpa"}], device="Another GPU", state="partial")
     assert main(["report", "--results", str(tmp_path)]) == 0
     picture = (tmp_path / "nvidia-test-3000" / "headline.svg").read_text()
-    panels = ("Loss curves: ends", "on the clock", "How far apart")
+    panels = ("Loss: ends", "Loss against minutes", "Loss minus naive's")
     assert all(text in picture for text in (*panels, "on one Another GPU"))
     write(tmp_path, "perplexity", both, state="partial")  # fewer, but of the GPU itself
     assert main(["report", "--results", str(tmp_path)]) == 0
