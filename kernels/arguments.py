@@ -27,12 +27,31 @@ These are isolated, in the forward and the backward:
 import itertools
 import math
 from numbers import Real
+from typing import TypedDict
 
 import torch
 
 from .registry import AttentionError, used_features
 
 BLOCK_MASK_SIZE = 128
+
+
+class Arguments(TypedDict, total=False):
+    """The arguments' types, but return_lse, which decides the type of the result."""
+
+    causal: bool
+    scale: float | None
+    dropout_p: float
+    dropout_seed: int | torch.Tensor | None
+    window: tuple[int, int] | None
+    softcap: float | None
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    kv_lengths: torch.Tensor | None
+    block_mask: torch.Tensor | None
+    precise_delta: bool
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -71,8 +90,9 @@ def check_but_value_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> No
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in autocast's dtype where it is enabled, as torch's own attention gets them; float64 stays."""
-    if not isinstance(tensors[0], torch.Tensor):
-        raise AttentionError(f"q, k and v must be tensors, got {type(tensors[0]).__name__}")
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            raise AttentionError(f"q, k and v must be tensors, got {type(x).__name__}")
     device = tensors[0].device.type
     # For a device without autocast, such as meta, torch does not say whether it is on. is_autocast_available cannot
     # be traced by torch 2.11's torch.compile, which fails on it.
@@ -82,6 +102,12 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
+
+
+def check_flag(name: str, flag: object) -> None:
+    """Check that it is a bool: None, which is false, may be meant as the default."""
+    if not isinstance(flag, bool):
+        raise AttentionError(f"{name} must be True or False, got {flag!r}")
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

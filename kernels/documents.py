@@ -81,20 +81,16 @@ def flex(
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     *,
-    attend: Callable[..., Any] | None,
+    attend: Callable[..., Any],
     causal: bool = True,
     scale: float | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     **features: object,
 ) -> torch.Tensor:
-    """FlexAttention with a mask of its blocks. attend: its compiled function; None: compiled with the caller."""
-    from torch.nn.attention.flex_attention import flex_attention
-
+    """FlexAttention with a mask of its blocks. attend: its function, compiled or not."""
     q, k, v, scale = checked("flex", (q, k, v), cu_seqlens, scale, features, cu_seqlens_k)
     mask = flex_mask(cu_seqlens, cu_seqlens_k, q.shape[0], q.shape[2], k.shape[2], causal)
-    return (attend or flex_attention)(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def numbers(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:

@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import documents, fusion
-from .arguments import check_dropout, check_inputs, check_scale, in_autocast_dtype, refuse_features
+from .arguments import (
+    check_dropout,
+    check_flag,
+    check_inputs,
+    check_scale,
+    in_autocast_dtype,
+    refuse_features,
+)
 from .registry import AttentionError, AttentionRequest, refusal_of_call, register_attention
 from .versions import cuda_not
 
@@ -126,6 +133,7 @@ def sdpa(
     refuse_features(name, features)
     q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
+    check_flag("causal", causal)
     check_dropout(dropout_p, dropout_seed)
     arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, _SDPA[name])
     try:
@@ -246,6 +254,16 @@ def compiled_flex_attention() -> Callable[..., Any]:
     return fusion.compiled(flex_attention, dynamic=False)
 
 
+def _flex_attention(q: torch.Tensor) -> Callable[..., Any]:
+    """The form that serves q: within a compiled model it is compiled with that. On a CPU, where it is refused but in
+    direct calls, not compiled: torch 2.13 then computed lengths such as 40 wrongly, and otherwise in each call."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if torch.compiler.is_compiling() or q.device.type == "cpu":
+        return flex_attention
+    return compiled_flex_attention()
+
+
 def flex(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -264,7 +282,8 @@ def flex(
     refuse_features("flex", features)
     q, k, v = in_autocast_dtype(q, k, v)
     check_inputs(q, k, v)
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    check_flag("causal", causal)
+    from torch.nn.attention.flex_attention import AuxRequest
 
     q_len, kv_len = q.shape[2], k.shape[2]
     offset = kv_len - q_len
@@ -278,8 +297,7 @@ def flex(
 
     left, right = window or (-1, -1)
     mask = _flex_mask(q_len, kv_len, causal, left, right, q.device) if causal or window else None
-    attend: Any = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-    out = attend(
+    out = _flex_attention(q)(
         q,
         k,
         v,
@@ -322,7 +340,6 @@ def flex_or_documents(
     try:
         if cu_seqlens is None:
             return flex(q, k, v, **options)
-        attend = None if torch.compiler.is_compiling() else compiled_flex_attention()
-        return documents.flex(q, k, v, cu_seqlens, attend=attend, **options)
+        return documents.flex(q, k, v, cu_seqlens, attend=_flex_attention(q), **options)
     except NotImplementedError as error:  # on a CPU it has no backward
         raise refusal_of_call("flex", q, cu_seqlens=cu_seqlens, **options) or error from error

@@ -4,13 +4,17 @@ Each step reads and writes a (batch, heads, q_len, kv_len) matrix in memory, as 
 al. 2022) does; nothing is fused unless torch.compile fuses it.
 """
 
+from typing import Literal, Unpack, overload
+
 import torch
 
 from .arguments import (
     BLOCK_MASK_SIZE,
+    Arguments,
     check_but_value_dim,
     check_dropout,
     check_features,
+    check_flag,
     check_scale,
     in_autocast_dtype,
 )
@@ -22,6 +26,24 @@ def _refuses(request: AttentionRequest) -> str | None:
     return None
 
 
+@overload
+def naive_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Arguments],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def naive_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Arguments],
+) -> torch.Tensor: ...
 @register_attention("naive", refuses=_refuses)
 def naive_attention(
     q: torch.Tensor,
@@ -33,7 +55,7 @@ def naive_attention(
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
@@ -54,6 +76,7 @@ def naive_attention(
     """
     q, k, v = in_autocast_dtype(q, k, v)
     check_but_value_dim(q, k, v)
+    check_flag("causal", causal)
     check_dropout(dropout_p, dropout_seed)
     check_features(
         q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,

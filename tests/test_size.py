@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[1]
 
 BUDGET = {
     "model": 1460,
-    "kernels": 15673,
+    "kernels": 15800,
     "data": 3501,
     "training": 7095,
-    "reproduce": 11482,
+    "reproduce": 11502,
     "benchmarks": 3377,
 }
 WORDS = 2600  # of docs/measurements.md, with the bars of its tables

@@ -13,7 +13,7 @@ from torch import Tensor
 from data.corpora import make_corpus
 from data.loader import Batches, Corpus
 from data.prepare import prepare
-from kernels import AttentionFn, get_attention, packed_form, resolve_attention
+from kernels import AttentionFn, flash_attention, get_attention, packed_form, resolve_attention
 from kernels.layers.dropout import dropout
 from kernels.layers.embedding import embedding
 from kernels.layers.linear_add_norm import dropout_add_norm, linear_add_norm
@@ -29,7 +29,11 @@ def attention(x: Tensor) -> None:
     assert_type(resolved, tuple[str, AttentionFn])
     resolve_attention("auto", device=x.device, dtype="bf16", head_dim=64)  # type: ignore[arg-type]
     assert_type(packed_form(get_attention("flash")), AttentionFn | None)
-    naive_attention(x, x, x, window=3)  # type: ignore[arg-type]
+    assert_type(naive_attention(x, x, x, window=(3, 0), softcap=None), Tensor)
+    assert_type(flash_attention(x, x, x, causal=False, tier="triton"), Tensor)
+    assert_type(flash_attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
+    naive_attention(x, x, x, window=3)  # type: ignore[call-overload]
+    flash_attention(x, x, x, is_causal=True)  # type: ignore[call-overload]
 
 
 def layers(x: Tensor) -> None:

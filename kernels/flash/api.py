@@ -1,11 +1,20 @@
 """Flash attention as a function: the checks of its arguments, and what its operators get."""
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch.nn import functional as F
 
-from ..arguments import check_dropout, check_features, check_inputs, check_scale, in_autocast_dtype, seed_on
+from ..arguments import (
+    Arguments,
+    check_dropout,
+    check_features,
+    check_flag,
+    check_inputs,
+    check_scale,
+    in_autocast_dtype,
+    seed_on,
+)
 from ..launch import INTERPRETED
 from ..registry import AttentionError, with_packed
 from ..versions import kernels_lack
@@ -23,6 +32,21 @@ _passed: dict[tuple[object, ...] | None, Options] = {}
 LIMIT = 4096
 
 
+class FlashArguments(Arguments, total=False):
+    """Types, as in `Arguments`."""
+
+    tier: str
+    _packed: Tensor | None
+
+
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[FlashArguments]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[FlashArguments]
+) -> Tensor: ...
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -45,25 +69,46 @@ def flash_attention(
     tier: str = "auto",
     _packed: Tensor | None = None,  # given in place of q, k and v; it then gets the gradient
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T * scale) v without materialising the scores; arguments and result as `naive_attention`.
+    """softmax(q k^T * scale) v without the matrix of scores (FlashAttention-2, arXiv 2307.08691). Causal unless told.
 
-    q, k and v may have any strides whose last is 1, so views of a packed qkv are not copied. Autocast casts them to
-    its dtype, as for torch's own attention. float32 is computed in full precision, without tensor cores. Tiles that a
-    mask hides entirely are not visited. Gradients are bitwise repeatable. v may have another head_dim, which out then
-    has too: the narrower of q, k and v are padded to the wider, and cost as much. There is no second derivative, and
-    nothing under torch.func (vmap, grad): `naive` has both.
+    Args:
+        q: (batch, heads, q_len, head_dim), float16, bfloat16 or float32, on a GPU, or a CPU with Triton's interpreter
+            (not bfloat16). Not (batch, length, heads, head_dim), which nothing can tell from it.
+        k, v: (batch, kv_heads, kv_len, head_dim), where kv_heads divides heads and head_dim is 16 to 256. v may have
+            another, which out then has too: the narrower are padded to the wider, and cost as much. Any strides whose
+            last is 1, so views of a packed qkv are not copied. Autocast casts all three, as for torch's attention.
+        causal: query i sees keys up to i + kv_len - q_len: the last query sees every key.
+        scale: of the logits; None means 1/sqrt(head_dim).
+        dropout_p: probability that an attention weight is set to 0.
+        dropout_seed: int or 0-d int64 tensor, needed with dropout_p: no generator is used. In a CUDA graph a tensor
+            on the device; a number, or a CPU tensor, is captured as a constant.
+        window: (left, right): a query sees at most so many keys before and after its position; -1 for no limit.
+        softcap: logits become softcap * tanh(logits / softcap).
+        alibi_slopes: (heads,): logits less slope * |distance|. No gradient.
+        sinks: (heads,): a logit per head that enters the softmax and has no value.
+        cu_seqlens: int32 (documents + 1,), offsets of documents packed into the batch * q_len tokens, from 0 to that
+            number: each sees itself alone. cu_seqlens_k: the keys', where they differ.
+        kv_lengths: int32 (batch,): keys from there on are padding, and may hold anything.
+        block_mask: bool (batch or 1, heads or 1, ceil(q_len / 128), ceil(kv_len / 128)): tiles that may be seen.
+        return_lse: also return the natural log-sum-exp of the logits, whose gradient then joins in.
+        precise_delta: also keep the output's rounding error, as large as the output, so that delta = rowsum(dO * O)
+            does not inherit a rounding that can be biased (arXiv 2510.04212).
+        tier: the kernels that may run: "triton", "hopper" (see `dispatch`), or "auto", the Hopper ones where they
+            were faster; `kernels.why_portable` says why not.
+
+    Returns:
+        out (batch, heads, q_len, v's head_dim) in q's dtype, 0 for a query that sees no key. With return_lse also
+        (batch, heads, q_len) float32, there -inf.
+
+    float32 is computed in full precision, without tensor cores. Tiles that a mask hides entirely are not visited.
+    Gradients are bitwise repeatable. There is no second derivative, and nothing under torch.func (vmap, grad):
+    `naive` has both. What NaN in a token can reach: `kernels.arguments`.
 
     Memory beyond inputs and outputs: 4 bytes per query and head for the log-sum-exp, and 4 more during the backward;
     with documents 8 bytes per token (with cu_seqlens_k per query, in the backward per key too; on the Hopper kernels
     8 more per query and key where documents or a window are not causal, or beside padding); with a block mask 12
     bytes per mask element. The Hopper backward up to head_dim 128 sums dQ in float32, 256 or 512 bytes per query and
     head while it runs; with grouped heads it also holds dk and dv of every query head, in q's dtype.
-
-    dropout_seed: under a CUDA graph a tensor on the device; a number, or a CPU tensor, is captured as a constant.
-    precise_delta: also keep the output's rounding error, as large as the output, so that delta = rowsum(dO * O) does
-    not inherit a rounding that can be biased (arXiv 2510.04212).
-    tier: the kernels that may run: "triton", "hopper" (see `dispatch`), or "auto", the Hopper ones where they apply;
-        `kernels.why_portable` says why not.
 
     Raises:
         AttentionError: names the argument that is not supported.
@@ -88,6 +133,8 @@ def flash_attention(
         q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         qkv = (q, k, v)  # F.pad would also copy what needs no padding
     check_inputs(q, k, v)
+    check_flag("causal", causal)
+    check_flag("precise_delta", precise_delta)
     check_dropout(dropout_p, dropout_seed)
     check_features(
         q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
@@ -144,7 +191,8 @@ def _place_of(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[object
 def check_supported(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None) -> None:
     """Check what our kernels, unlike others, cannot take."""
     batch, heads, _, head_dim = q.shape
-    if reason := refuses_inputs(q.device, q.dtype, head_dim, INTERPRETED):
+    on_meta = q.device.type == "meta"  # shapes alone, of no device: every kernel's operator has them
+    if not on_meta and (reason := refuses_inputs(q.device, q.dtype, head_dim, INTERPRETED)):
         raise AttentionError(f"attention=flash: {reason}")
     if batch > 65535 or heads > 65535:  # grid axes of the launch
         raise AttentionError(f"attention=flash takes batch and heads up to 65535, got {(batch, heads)}")

@@ -399,6 +399,7 @@ def _choose_for_call(
 def is_hopper(device: torch.device) -> bool:
     return (
         device.type == "cuda"
+        and torch.cuda.is_available()  # of a machine without one it may be asked what would run
         and torch.version.hip is None  # AMD's gfx90a reports 9.0 too
         and torch.cuda.get_device_capability(device) == (9, 0)
     )

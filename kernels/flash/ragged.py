@@ -1,9 +1,9 @@
 """Sequences packed without a batch axis, (tokens, heads, head_dim), their queries and keys of unequal lengths.
 
 As in FlashAttention's varlen functions, cu_seqlens_q and cu_seqlens_k say where the queries and the keys of each
-sequence begin, and within a sequence queries are aligned bottom-right. Where both are one tensor, sequences are the
-documents of a row, and every kernel serves. Otherwise they are `cu_seqlens` and `cu_seqlens_k` of a single row, but
-queries that belong to no sequence see nothing.
+sequence begin, and within a sequence queries are aligned bottom-right. Where both are one tensor, of as many queries
+as keys, sequences are the documents of a row, and every kernel serves. Otherwise they are `cu_seqlens` and
+`cu_seqlens_k` of a single row, but queries that belong to no sequence see nothing.
 """
 
 from torch import Tensor
@@ -57,7 +57,8 @@ def _bounds(
 ) -> tuple[tuple[Tensor, Tensor], Options]:
     """The bounds of documents that the kernels get, and the options that go with them."""
     of_queries, of_keys, used = offsets
-    if _are_documents(offsets):
+    # Of more tokens of one than of the other, some belong to no sequence.
+    if queries == keys and _are_documents(offsets):
         return document_bounds(of_queries.int(), 1, queries), options
     masks = options.causal, options.left, options.right
     bounds = keys_of_queries(of_queries, of_keys, used, 1, queries, keys, *masks, covering=False)

@@ -336,8 +336,8 @@ def test_a_cpu_without_the_interpreter_is_refused_in_a_line(
         kernels.resolve_attention(name, device="cpu", dtype=torch.float32, head_dim=64)
     said = str(refused.value)
     assert said.startswith(
-        f"attention={name} cannot be used here: it needs a CUDA device, not cpu (TRITON_INTERPRET=1 interprets it, "
-        "slowly)"
+        f"attention={name} cannot be used here: it needs a CUDA device, not cpu "
+        "(TRITON_INTERPRET=1, set before triton is imported, interprets it, slowly)"
     )
     assert said.endswith("; use attention=sdpa")
     assert "\n" not in said

@@ -191,7 +191,7 @@ def test_what_a_backend_lets_through_is_computed_as_naive_does(name: str, featur
 def test_flash_without_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        AttentionError, match=r"needs a CUDA device, not cpu \(TRITON_INTERPRET=1 .*use attention=sdpa"
+        AttentionError, match=r"needs a CUDA device, not cpu \(TRITON_INTERPRET=1, .*use attention=sdpa"
     ):
         resolve_attention("flash", **CPU)
 
@@ -312,6 +312,59 @@ def test_meta_tensors_give_a_meta_result_of_the_same_shape(name: str) -> None:
     q = torch.empty(1, 2, 20, 16, device="meta")
     out = kernels.get_attention(name)(q, q, q)
     assert (out.shape, out.device.type) == (q.shape, "meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what would run on a GPU where there is none")
+def test_what_would_run_on_a_gpu_can_be_asked_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    there = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    for head_dim in (64, 192, 256):
+        assert resolve_attention("auto", **there, head_dim=head_dim)[0] in ("flash", "sdpa")
+    assert kernels.attention_tier("flash", **there, head_dim=64) == "triton"
+    assert kernels.why_portable("flash", **there, head_dim=64) is None
+    with pytest.raises(AttentionError, match="a Hopper GPU"):
+        resolve_attention("flash", **there, head_dim=64, tier="hopper")
+
+
+@pytest.mark.parametrize("name", ["flash", "naive", "sdpa"])
+def test_causal_is_true_or_false(name: str) -> None:
+    """None, which would mean False, may be meant as the default, True."""
+    q = torch.randn(1, 2, 20, 16)
+    with pytest.raises(AttentionError, match="causal must be True or False, got None"):
+        kernels.get_attention(name)(q, q, q, causal=None)
+
+
+@pytest.mark.parametrize("name", ["flash", "naive", "sdpa"])
+@pytest.mark.parametrize("place", [0, 1, 2], ids="qkv".__getitem__)
+def test_what_is_no_tensor_is_named(name: str, place: int) -> None:
+    given = [torch.randn(1, 2, 20, 16)] * 3
+    given[place] = None
+    with pytest.raises(AttentionError, match="q, k and v must be tensors, got NoneType"):
+        kernels.get_attention(name)(*given)
+
+
+LATE = """
+import os, triton
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from kernels import AttentionError, resolve_attention
+try:
+    resolve_attention("flash", device=torch.device("cpu"), dtype=torch.float32, head_dim=16)
+except AttentionError as error:
+    print(error)
+import kernels
+x = torch.empty(1, 2, 20, 16, device="meta")
+os.environ["TRITON_INTERPRET"] = "0"
+print(kernels.flash_attention(x, x, x).shape)
+"""
+
+
+def test_an_interpreter_that_is_asked_for_too_late_is_named_and_meta_tensors_need_none() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, env=environment)
+    late, meta = run.stdout.splitlines()
+    assert "it needs TRITON_INTERPRET=1 to be set before triton is imported" in late
+    assert meta == "torch.Size([1, 2, 20, 16])", run.stderr
 
 
 def test_an_unknown_tier_is_reported_before_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,18 @@ def test_varlen_attn_runs_on_our_kernels(name: str, window: tuple[int, int]) -> 
         torch.testing.assert_close(*(torch.autograd.grad(each, tensors, d_out) for each in (out, want)))
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(40, 60), (60, 40), (30, 40)])
+def test_one_tensor_of_offsets_serves_unequal_buffers(queries: int, keys: int) -> None:
+    """Buffers may be longer than what the offsets cover: by other than kv_len - q_len are keys before a query."""
+    tensors, d_out = packed(queries, keys)
+    ends = [0, 11, 30]
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    out = varlen_attn(*tensors, offsets, offsets, 19, 19, window_size=(-1, 0), enable_gqa=True)[:30]
+    want = by_sequence(naive_attention, tensors, ends, ends)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(*(torch.autograd.grad(each, tensors, d_out[:30]) for each in (out, want)))
+
+
 def test_varlen_attn_of_a_cache_reads_only_the_keys_in_use() -> None:
     (q, k, v), _ = packed(3, 30)
     of_queries, of_keys = torch.tensor([0, 1, 2, 3]).int(), torch.tensor([0, 10, 20, 30]).int()

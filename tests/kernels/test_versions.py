@@ -97,6 +97,7 @@ def test_the_interpreter_with_a_numpy_that_is_too_new_is_refused(monkeypatch) ->
 def hopper(monkeypatch) -> None:
     """dispatch, told that the GPU is a Hopper."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     remembered = dispatch.machine_lacks, dispatch.choose, versions.say_once
