@@ -71,7 +71,7 @@ def page(directory: Path) -> tuple[str, str]:
         command, file = " ".join(document["command"]), f"{slug(device)}/{name}{partial}.json"
         sections += [f"## {name}, {device}", "", f"`{command}`, {document['date']}: [samples]({file}).", ""]
         sections += [f"Changed since it was run: {', '.join(stale)}.", ""] if stale else []
-        sections += [line for words in faster_since(document) for line in (f"Of before, {words}.", "")]
+        sections += [line for words in faster_since(document) for line in (f"With older code, {words}.", "")]
         sections += [line for words in of_points(document) for line in (f"Here {words}.", "")]
         processes = {sample.get("process") for sample in document["samples"] if sample["kind"] in TIMED}
         sections += ["One process: no range.", ""] if len(processes) == 1 else []
