@@ -243,7 +243,7 @@ def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, 
     check("backward", machine, 300, 300, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [256, 160, 192, 136])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(172, 300), (130, 195), (300, 130)])
@@ -282,7 +282,7 @@ def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -
     check(which, machine, 300, 300, head_dim, True, batch=2, **given)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(13)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -318,7 +318,7 @@ def test_full_documents(machine, window: tuple[int, int], which: str, head_dim: 
     check(which, machine, 300, 300, head_dim, False, batch=2, cu_seqlens=documents(300, 2), window=window)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (130, 400), (300, 130)])
@@ -469,7 +469,7 @@ def test_wide_backward_with_more_stages(machine, monkeypatch, mask: str, of_dq: 
     check("backward", machine, 400, 400, head_dim, mask != "full", batch=2, **given)
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(13)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [256, 160, 192, 136])
 @pytest.mark.parametrize("which", ["forward", "backward"])
