@@ -463,10 +463,11 @@ def test_wide_backward_with_more_stages(machine, monkeypatch, mask: str, of_dq: 
     """Tiles of 128 and 64 columns leave room for more stages than the kernels take."""
     monkeypatch.setattr(wide_dkdv, "SPLIT_STAGES", 3)
     monkeypatch.setattr(wide_dq, "SPLIT_STAGES", of_dq)
-    lengths = torch.tensor([0, 300], dtype=torch.int32)
+    lengths = torch.tensor([0, 230], dtype=torch.int32)
     padding = {"kv_lengths": lengths, "dropout_p": 0.2, "dropout_seed": 1}
     given = {"window": {"window": (70, 0)}, "padding": padding}.get(mask, {})
-    check("backward", machine, 400, 400, head_dim, mask != "full", batch=2, **given)
+    batch = 2 if mask == "padding" else 1
+    check("backward", machine, 300, 300, head_dim, mask != "full", batch, **given)
 
 
 @pytest.mark.one_in(13)
