@@ -112,7 +112,7 @@ def drawn_offsets(tokens: int, ascend: bool, draw: torch.Generator) -> torch.Ten
     return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), tokens)])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("ascend", [True, False], ids=["", "any offsets"])
 def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> None:
@@ -121,7 +121,7 @@ def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> N
     block_m, keys = BLOCK_M[width], KEYS.value
     kernel, draw = _Emulated(Alone(0), 1), torch.Generator().manual_seed(width)
     decode, at, turns = (kernel.function(f) for f in (decode_work_item, block_at, turns_of))
-    lengths_of = torch.randint(1, 900, (60, 2), generator=draw).tolist()
+    lengths_of = torch.randint(1, 900, (30, 2), generator=draw).tolist()
     without_step = 0
     for number, (q_len, kv_len) in enumerate(lengths_of):
         batch, causal, left = 1 + number % 3, number % 2 == 0, (-1, 40)[number // 2 % 2]
