@@ -132,9 +132,17 @@ class Casts(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("block", [Layers.torch, Layers.fused])
-@pytest.mark.parametrize("frozen", [None, "wte", "h"])
-def test_what_is_cast_and_added_in_a_few_launches_has_autograds_bits(frozen, block):
+@pytest.mark.parametrize(
+    ("block", "frozen"),
+    [
+        *((Layers.torch, None), (Layers.fused, "wte"), (Layers.torch, "h")),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((Layers.fused, None), (Layers.torch, "wte"), (Layers.fused, "h"))
+        ),
+    ],
+)
+def test_what_is_cast_and_added_in_a_few_launches_has_autograds_bits(block, frozen):
     """From a first micro-step, which has nothing to add to. bfloat16 would not run in the interpreter."""
     tokens = torch.randint(50, (3, 2, 16), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     gradients, casts = [], []
