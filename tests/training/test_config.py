@@ -16,29 +16,31 @@ GROUPS = [
 ]
 
 
+FINAL_FRACTIONS = {"cosine": 0.1, "linear": 0.0, "constant": None}
+
+
 @pytest.mark.parametrize("choice", GROUPS)
 def test_every_option_of_every_group_composes(choice):
-    assert isinstance(composed(choice), Config)
+    """Attention to that name, GPT-2's sizes to a head_dim of 64, a schedule to its final fraction."""
+    config = composed(choice)
+    assert isinstance(config, Config)
+    group, _, name = choice.partition("=")
+    if group == "attention":
+        assert config.attention.name == name
+    if choice.startswith("model=gpt2"):
+        assert config.model.head_dim == 64
+    if group == "schedule" and name in FINAL_FRACTIONS:
+        assert config.schedule.final_fraction == FINAL_FRACTIONS[name]
 
 
 def test_attention_configs_are_auto_and_one_for_each_backend():
     assert set(options_of("attention")) == {"auto", *kernels.ATTENTION}
-    for name in options_of("attention"):
-        assert composed(f"attention={name}").attention.name == name
 
 
-def test_every_gpt2_size_has_a_head_dim_of_64():
-    for name in options_of("model"):
-        if name.startswith("gpt2"):
-            assert composed(f"model={name}").model.head_dim == 64
-
-
-@pytest.mark.parametrize("group", ["schedule", "schedule.decay"])
-def test_schedule_group_and_schedule_decay_give_the_same_final_fraction(group):
-    ends = [
-        composed(f"{group}={decay}").schedule.final_fraction for decay in ("cosine", "linear", "constant")
-    ]
-    assert ends == [0.1, 0.0, None]
+def test_schedule_decay_gives_the_final_fraction_of_the_group():
+    for decay, fraction in FINAL_FRACTIONS.items():
+        assert composed(f"schedule.decay={decay}").schedule.final_fraction == fraction
+    assert {*FINAL_FRACTIONS} < {*options_of("schedule")}
 
 
 def test_a_config_written_to_yaml_loads_back_equal(tmp_path):
