@@ -366,13 +366,32 @@ def block(language: str) -> str:
     return code
 
 
-def test_the_code_of_the_kernels_page_runs(beside):
+@pytest.fixture
+def script(tmp_path, user_environment) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Run code in Triton's interpreter, the package installed. As a file, which finds the package beside it, it is
+    forked with torch imported (tests/warm.py): that took most of these tests' time."""
+    (tmp_path / "tilegpt").mkdir()
+    for leaf in LEAVES:
+        (tmp_path / "tilegpt" / leaf).symlink_to(ROOT / leaf)
+    environment = user_environment | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        file = tmp_path / "script.py"
+        file.write_text(HASTEN + code)
+        return subprocess.run(
+            [sys.executable, file], capture_output=True, text=True, timeout=240, env=environment
+        )
+
+    return run
+
+
+def test_the_code_of_the_kernels_page_runs(script):
     on_a_cpu = {'"cuda"': '"cpu"', "bfloat16": "float16", "3, 4, 16, 1024": "3, 1, 2, 70"}
     code = block("python")
     for theirs, small in on_a_cpu.items():
         assert code.count(theirs) == 1
         code = code.replace(theirs, small)
-    done = beside("-c", code, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    done = script(code)
     assert (done.returncode, done.stdout) == (0, "triton\n"), done.stderr
 
 
@@ -380,13 +399,13 @@ LESS = ("hopper", "decode.py", "ragged.py", "sharding.py", "under_sdpa.py")
 
 
 @pytest.mark.parametrize("without", [pytest.param((), marks=pytest.mark.slow), LESS], ids=["", "less"])
-def test_attention_copied_as_the_kernels_page_says_computes_what_naive_does(beside, tmp_path, without):
+def test_attention_copied_as_the_kernels_page_says_computes_what_naive_does(script, tmp_path, without):
     (tmp_path / "kernels").symlink_to(ROOT / "kernels")
     subprocess.run(["bash", "-ec", block("bash")], cwd=tmp_path, check=True)
     for name in without:
         path = tmp_path / "attention" / "flash" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    done = beside("-c", LIKE_NAIVE, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    done = script(LIKE_NAIVE)
     assert done.returncode == 0, done.stderr
 
 
