@@ -157,13 +157,13 @@ def distinct(jobs: list[Job], form: Callable[[Job], Form]) -> dict[Job, Form]:
 
 
 def once(forms: dict[Job, Form], head_dims: list[int]) -> list[Job]:
-    """The jobs of these head_dims without a feature, and others until each value and each feature that a kernel has
-    on an architecture, at other head_dims too, is in one of its jobs."""
+    """The Hopper kernels' jobs of these head_dims without a feature, and others until each value and each feature
+    that a kernel has on an architecture, at other head_dims too, is in one of its jobs."""
     kernels: dict[tuple[int, str], dict[Job, set[object]]] = {}
     for job, form in forms.items():
         kernels.setdefault((job.architecture, job.kernel), {})[job] = {*form, *job.feature.split()}
-    # What most calls run.
-    selected = {job for job in forms if not job.feature and job.head_dim in head_dims}
+    # A portable kernel has a tile, and no schedule of its own for each length.
+    selected = {job for job in forms if not (job.tile or job.feature) and job.head_dim in head_dims}
     for has in kernels.values():
         missing = set().union(*has.values()).difference(*(has[job] for job in selected & has.keys()))
         while missing:

@@ -4,11 +4,11 @@
 
 Every shipped tile of both tiers, and one of each kernel in kernels/history, is compiled ahead of time by Triton and
 ptxas (for AMD, LLVM); no GPU or driver is needed. --once leaves out combinations, where a spill may hide: it compiles
-these head_dims without a feature, and what else each feature and compile-time value of a kernel needs to be there
-once. The table has registers per thread, bytes spilled, shared memory, the tensor core instruction, asynchronous
-loads and ptxas's warnings. The exit code is 1 if a kernel spills more than compile_budgets.toml allows, does not use
-tensor cores or (except history and AMD) asynchronous loads, has its wgmma serialised, creates a barrier that no warp
-uses, or does not compile. --with compiles with another Triton, which pip downloads (other_triton.py).
+Hopper kernels at these head_dims without a feature, and what else each feature and compile-time value of a kernel
+needs to be there once. The table has registers per thread, bytes spilled, shared memory, the tensor core instruction,
+asynchronous loads and ptxas's warnings. The exit code is 1 if a kernel spills more than compile_budgets.toml allows,
+does not use tensor cores or (except history and AMD) asynchronous loads, has its wgmma serialised, creates a barrier
+that no warp uses, or does not compile. --with compiles with another Triton, which pip downloads (other_triton.py).
 """
 
 import argparse
