@@ -27,7 +27,7 @@ LIBRARIES: dict[str, Callable[[Sample], list[str]]] = {
     "features": features.libraries,
     "documents": documents.libraries,
 }
-TITLE = "Our time over the fastest other library's"
+TITLE = "Our time over the fastest other's"
 PASSES = ("forward", "backward")
 # Ratios of the strongest blue and red; those beyond them look the same.
 STRONGEST = (0.6, 1.4)

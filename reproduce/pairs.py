@@ -206,4 +206,5 @@ def panel(axis: plots.Axes, trained: list[Trained]) -> None:
     axis.axhline(0, color="#7F7F7F", linewidth=1)
     edge = 1.2 * max(gap, *map(abs, second_half))
     axis.set(xlabel="M tokens", ylabel="validation loss above naive's (nats)", ylim=(-edge, edge))
-    axis.set_title(f"Flash minus naive, {len(found)} pairs of runs")
+    cards = len({naive.device for naive, _ in found})
+    axis.set_title(f"Flash minus naive, {len(found)} pairs" + f", {cards} GPUs" * (cards > 1))
