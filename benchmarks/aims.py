@@ -58,11 +58,12 @@ def held(ours: Times, theirs: Times) -> tuple[bool, bool]:
 
 
 class Rival(NamedTuple):
-    """The library that ours is held to, its times, and whether it is faster than ours."""
+    """The library that ours is held to, its times, whether it is faster than ours, else whether the two are level."""
 
     name: str
     times: Times
     faster: bool
+    level: bool
 
 
 def rival(sample: Sample, ours: str, others: Iterable[str], phase: str = "both") -> Rival | None:
@@ -72,7 +73,10 @@ def rival(sample: Sample, ours: str, others: Iterable[str], phase: str = "both")
     found = tuple(name for name in others if name in sample["ms"] and not waited(sample, name))
     faster = tuple(name for name in found if versus(took(sample, name, phase), times) == FASTER)
     best = fastest(sample, faster or found, phase)
-    return best and Rival(*best, faster=not held(times, best[1])[0])
+    if best is None:
+        return None
+    met, level = held(times, best[1])
+    return Rival(*best, faster=not met, level=level)
 
 
 def over_fastest(
@@ -85,9 +89,7 @@ def over_fastest(
     best = rival(sample, ours, others, phase)
     if best is None:
         return []
-    times = took(sample, ours, phase)
     why = f"the fastest {which} is {best.name}"
     why += f", without {', '.join(late)}, which waited for the host" if late else ""
-    met, level = held(times, best.times)
-    what = f"{where}: time over the fastest {which}'s"
-    return [Aim(what, shown(times / best.times, 1), "1x at most", met, why, level, among)]
+    what, over = f"{where}: time over the fastest {which}'s", took(sample, ours, phase) / best.times
+    return [Aim(what, shown(over, 1), "1x at most", not best.faster, why, best.level, among)]

@@ -54,9 +54,9 @@ class Arguments(TypedDict, total=False):
     precise_delta: bool
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: object = True) -> None:
     """Check that q (batch, heads, q_len, head_dim) matches k and v (batch, kv_heads, kv_len, head_dim)."""
-    check_but_value_dim(q, k, v)
+    check_but_value_dim(q, k, v, causal)
     if k.shape != v.shape:
         raise AttentionError(
             f"k and v must share a shape, got {tuple(k.shape)} and {tuple(v.shape)} (attention=flash and naive take "
@@ -64,8 +64,9 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
-def check_but_value_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_but_value_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: object = True) -> None:
     """`check_inputs`, but v may have another head_dim."""
+    check_flag("causal", causal)
     dtype, device = q.dtype, q.device  # reading an attribute of a tensor takes 0.1 us
     if not dtype.is_floating_point:
         raise AttentionError(f"q must be floating point, got {dtype}")
@@ -105,7 +106,7 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def check_flag(name: str, flag: object) -> None:
-    """Check that it is a bool: None, which is false, may be meant as the default."""
+    """Check that it is a bool of Python's: None, which is false, may be meant as the default, 1 as a count."""
     if not isinstance(flag, bool):
         raise AttentionError(f"{name} must be True or False, got {flag!r}")
 

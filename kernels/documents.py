@@ -28,6 +28,7 @@ def checked(
     name: str,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cu_seqlens: torch.Tensor,
+    causal: bool,
     scale: float | None,
     features: dict[str, object],
     cu_seqlens_k: torch.Tensor | None = None,
@@ -36,7 +37,7 @@ def checked(
     features.pop("dropout_seed", None)  # it means nothing without dropout_p, and that is refused
     refuse_features(name, features, combined_with="cu_seqlens")
     q, k, v = in_autocast_dtype(*tensors)
-    check_inputs(q, k, v)
+    check_inputs(q, k, v, causal)
     check_features(q, k, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
     return q, k, v, check_scale(scale, q.shape[-1])
 
@@ -56,7 +57,7 @@ def sdpa(
 ) -> torch.Tensor:
     """torch.nn.attention.varlen_attn where it has a kernel: on a GPU of sm_80 or later, in half precision. Elsewhere,
     and where `only` (torch's context manager) forces another kernel: SDPA with a mask of every pair of tokens."""
-    q, k, v, scale = checked(name, (q, k, v), cu_seqlens, scale, features, cu_seqlens_k)
+    q, k, v, scale = checked(name, (q, k, v), cu_seqlens, causal, scale, features, cu_seqlens_k)
     if refused := refusal_of_call(name, q, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k):
         raise refused
     half = cu_seqlens_k is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
@@ -81,16 +82,16 @@ def flex(
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
     *,
-    attend: Callable[..., Any],
+    attend: Callable[[torch.Tensor], Callable[..., Any]],
     causal: bool = True,
     scale: float | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     **features: object,
 ) -> torch.Tensor:
-    """FlexAttention with a mask of its blocks. attend: its function, compiled or not."""
-    q, k, v, scale = checked("flex", (q, k, v), cu_seqlens, scale, features, cu_seqlens_k)
+    """FlexAttention with a mask of its blocks. attend: gives its function for q, compiled or not."""
+    q, k, v, scale = checked("flex", (q, k, v), cu_seqlens, causal, scale, features, cu_seqlens_k)
     mask = flex_mask(cu_seqlens, cu_seqlens_k, q.shape[0], q.shape[2], k.shape[2], causal)
-    return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return attend(q)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def numbers(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ def fa4_or_documents(
         options = {"max_seqlen_q": longest, "max_seqlen_k": longest, "softmax_scale": scale, "causal": causal}
         return flash_attn_varlen_func(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, **options)[0]
 
-    q, k, v, scale = documents.checked("fa4", (q, k, v), cu_seqlens, scale, features)
+    q, k, v, scale = documents.checked("fa4", (q, k, v), cu_seqlens, causal, scale, features)
     from .varlen import by_document  # imports the compiler
 
     return by_document(attend, q, k, v, cu_seqlens, causal, scale)
@@ -101,7 +101,7 @@ def fa4(
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features("fa4", features)
     q, k, v = in_autocast_dtype(q, k, v)
-    check_inputs(q, k, v)
+    check_inputs(q, k, v, causal)
     q_len = q.shape[2]
     if causal and q_len > k.shape[2]:
         q = q[:, :, q_len - k.shape[2] :]

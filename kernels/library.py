@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import documents, fusion
 from .arguments import (
     check_dropout,
-    check_flag,
     check_inputs,
     check_scale,
     in_autocast_dtype,
@@ -132,8 +131,7 @@ def sdpa(
     """
     refuse_features(name, features)
     q, k, v = in_autocast_dtype(q, k, v)
-    check_inputs(q, k, v)
-    check_flag("causal", causal)
+    check_inputs(q, k, v, causal)
     check_dropout(dropout_p, dropout_seed)
     arguments = (q, k, v, causal, check_scale(scale, q.shape[-1]), dropout_p, _SDPA[name])
     try:
@@ -255,8 +253,8 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 
 def _flex_attention(q: torch.Tensor) -> Callable[..., Any]:
-    """The form that serves q: within a compiled model it is compiled with that. On a CPU, where it is refused but in
-    direct calls, not compiled: torch 2.13 then computed lengths such as 40 wrongly, and otherwise in each call."""
+    """The form that serves q: within a compiled model it is compiled with that. On a CPU, where only direct calls get
+    here, not compiled, as torch 2.13 does that wrongly at lengths such as 40, in a compiled model too."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if torch.compiler.is_compiling() or q.device.type == "cpu":
@@ -281,8 +279,7 @@ def flex(
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features("flex", features)
     q, k, v = in_autocast_dtype(q, k, v)
-    check_inputs(q, k, v)
-    check_flag("causal", causal)
+    check_inputs(q, k, v, causal)
     from torch.nn.attention.flex_attention import AuxRequest
 
     q_len, kv_len = q.shape[2], k.shape[2]
@@ -340,6 +337,6 @@ def flex_or_documents(
     try:
         if cu_seqlens is None:
             return flex(q, k, v, **options)
-        return documents.flex(q, k, v, cu_seqlens, attend=_flex_attention(q), **options)
+        return documents.flex(q, k, v, cu_seqlens, attend=_flex_attention, **options)
     except NotImplementedError as error:  # on a CPU it has no backward
         raise refusal_of_call("flex", q, cu_seqlens=cu_seqlens, **options) or error from error

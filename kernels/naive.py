@@ -14,7 +14,6 @@ from .arguments import (
     check_but_value_dim,
     check_dropout,
     check_features,
-    check_flag,
     check_scale,
     in_autocast_dtype,
 )
@@ -75,8 +74,7 @@ def naive_attention(
         AttentionError: an argument has the wrong shape, dtype or device.
     """
     q, k, v = in_autocast_dtype(q, k, v)
-    check_but_value_dim(q, k, v)
-    check_flag("causal", causal)
+    check_but_value_dim(q, k, v, causal)
     check_dropout(dropout_p, dropout_seed)
     check_features(
         q, k, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,

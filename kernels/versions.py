@@ -30,9 +30,8 @@ PAIRS = {
 VERIFIED = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 # The Hopper kernels compile from this release on: hopper/primitives.py knows what has changed since.
 OLDEST_GLUON = (3, 7)
-INTERPRET = (
-    " (TRITON_INTERPRET=1, set before triton is imported, interprets it, slowly)"  # said of what needs a GPU
-)
+# Said of what needs a GPU.
+INTERPRET = " (TRITON_INTERPRET=1, set before triton is imported, interprets it, slowly)"
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
@@ -55,9 +54,8 @@ def kernels_lack() -> str | None:
     if numbers_of(triton.__version__) < numbers_of(own):
         return f"triton {own} or newer with torch {torch.__version__}, not {triton.__version__} ({remedy()})"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if interpreted and isinstance(
-        triton.language.cdiv, triton.JITFunction
-    ):  # as it was when triton was imported
+    # Triton's own functions are what they were made when it was imported.
+    if interpreted and isinstance(triton.language.cdiv, triton.JITFunction):
         return "TRITON_INTERPRET=1 to be set before triton is imported (in a notebook: restart, and set it first)"
     if interpreted and numbers_of(triton.__version__) < (3, 7):
         import numpy  # whose arrays that interpreter converts to numbers, to count a loop

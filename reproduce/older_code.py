@@ -2,7 +2,7 @@
 
 A definition has changed, and its old hash is nowhere in today's code. Then results that have it are stale, unless it
 is here: in `UNTOUCHED` (older_code.toml) what was measured has not changed, in `FASTER_SINCE` some of it has become
-faster, which the report says beside the figures. A hash that no result has any more, or only stale ones, goes.
+faster, which the report says beside the figures. A hash that no result has any more goes.
 """
 
 import tomllib

@@ -125,7 +125,8 @@ def test_a_backend_that_runs_here_takes_the_shapes_of_its_column(name: str) -> N
     q, k = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
     assert {cells[row] for row in ("causal", "full", "grouped heads")} == {"yes"}
     assert cells["unequal lengths"] == ("partly" if name == "sdpa_flash" else "yes")
-    if cells["device"] == "any" or name in ("flash", "flash1", "two_pass"):
+    interpreted = name in ("flash", "flash1", "two_pass") and not torch.cuda.is_available()
+    if cells["device"] == "any" or interpreted:
         for causal, q_len in itertools.product((True, False), (9, 4)):
             rows = q[:, :, :q_len]
             torch.testing.assert_close(attention(rows, k, k, causal=causal), naive(rows, k, k, causal=causal))

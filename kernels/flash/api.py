@@ -132,8 +132,7 @@ def flash_attention(
         scale, width = check_scale(scale, head_dim), max(head_dim, value_dim)
         q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         qkv = (q, k, v)  # F.pad would also copy what needs no padding
-    check_inputs(q, k, v)
-    check_flag("causal", causal)
+    check_inputs(q, k, v, causal)
     check_flag("precise_delta", precise_delta)
     check_dropout(dropout_p, dropout_seed)
     check_features(
@@ -191,8 +190,9 @@ def _place_of(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[object
 def check_supported(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None) -> None:
     """Check what our kernels, unlike others, cannot take."""
     batch, heads, _, head_dim = q.shape
-    on_meta = q.device.type == "meta"  # shapes alone, of no device: every kernel's operator has them
-    if not on_meta and (reason := refuses_inputs(q.device, q.dtype, head_dim, INTERPRETED)):
+    # Of meta tensors every operator has the shapes: what a GPU would take.
+    where = (torch.device("cuda"), False) if q.device.type == "meta" else (q.device, INTERPRETED)
+    if reason := refuses_inputs(where[0], q.dtype, head_dim, where[1]):
         raise AttentionError(f"attention=flash: {reason}")
     if batch > 65535 or heads > 65535:  # grid axes of the launch
         raise AttentionError(f"attention=flash takes batch and heads up to 65535, got {(batch, heads)}")

@@ -23,7 +23,7 @@ def chunked_attention(
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features("chunked", features)
     q, k, v = in_autocast_dtype(q, k, v)
-    check_inputs(q, k, v)
+    check_inputs(q, k, v, causal)
     group, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     q = q * check_scale(scale, q.shape[-1])

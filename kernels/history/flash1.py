@@ -64,7 +64,7 @@ def flash1_attention(
     The output is written to memory once for every tile of keys, rounded to its dtype each time, as the paper counts
     it; the gradient of q is accumulated there in float32. Gradients are bitwise repeatable.
     """
-    q, k, v = prepared("flash1", q, k, v, features)
+    q, k, v = prepared("flash1", q, k, v, causal, features)
     return flash1_forward(q, k, v, causal, check_scale(scale, q.shape[-1]))[0]
 
 

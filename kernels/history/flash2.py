@@ -56,7 +56,7 @@ def flash2_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, way: Way = PRINTED
 ) -> Tensor:
     """softmax(q k^T * scale) v. Arguments and errors as `naive_attention`, which also computes other features."""
-    q, k, v = prepared("flash2", q, k, v, {})
+    q, k, v = prepared("flash2", q, k, v, causal, {})
     return _Attention.apply(q, k, v, causal, check_scale(scale, q.shape[-1]), way)
 
 

@@ -17,13 +17,13 @@ SINGLE = {64: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)}
 
 
 def prepared(
-    name: str, q: Tensor, k: Tensor, v: Tensor, features: dict[str, object]
+    name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, features: dict[str, object]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with a last stride of 1 and equal numbers of heads; AttentionError for what `name` cannot do."""
     features.pop("dropout_seed", None)  # without dropout_p it means nothing, and with it the call is refused
     refuse_features(name, features)
     q, k, v = in_autocast_dtype(q, k, v)
-    check_inputs(q, k, v)
+    check_inputs(q, k, v, causal)
     if reason := refuses_inputs(q.device, q.dtype, q.shape[-1], INTERPRETED):
         raise AttentionError(f"attention={name}: {reason}")
     if max(q.shape[:2]) > 65535:  # they are grid axes of the launch

@@ -78,7 +78,7 @@ def stored_p_attention(
 ) -> Tensor:
     """softmax(q k^T * scale) v. Arguments and errors as `naive_attention` with causal=False; what it takes of them is
     in `refuses`. Dropout drops what the others drop. Gradients are bitwise repeatable."""
-    q, k, v = prepared("stored_p", q, k, v, {})
+    q, k, v = prepared("stored_p", q, k, v, False, {})
     check_dropout(dropout_p, dropout_seed)
     check_features(q, k, kv_lengths=kv_lengths)
     if reason := refuses(q.device, q.dtype, q.shape[3], max(q.shape[2], k.shape[2])):

@@ -35,7 +35,7 @@ def two_pass_attention(
     In the backward one program processes a whole head and accumulates dK and dV in global memory, in float32.
     Gradients are bitwise repeatable.
     """
-    q, k, v = prepared("two_pass", q, k, v, features)
+    q, k, v = prepared("two_pass", q, k, v, causal, features)
     return two_pass_forward(q, k, v, causal, check_scale(scale, q.shape[-1]))[0]
 
 

@@ -75,7 +75,7 @@ def ring_attention(
             "ring_attention needs torch.distributed.init_process_group, as torchrun's ranks do"
         )
     q, k, v = in_autocast_dtype(q, k, v)
-    check_inputs(q, k, v)
+    check_inputs(q, k, v, causal)
     check_features(q, k, cu_seqlens=cu_seqlens)
     if q.shape[2] != k.shape[2] or q.shape[2] % 2:
         raise AttentionError(

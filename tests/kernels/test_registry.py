@@ -12,6 +12,7 @@ import torch
 
 import kernels
 from kernels import AttentionError, AttentionRequest, register_attention, resolve_attention
+from tests.conftest import INTERPRETED
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64}
 
@@ -251,6 +252,7 @@ def test_import_brings_neither_triton_nor_the_compiler() -> None:
     assert printed.stdout.split() == ["False", "False"]
 
 
+@INTERPRETED
 @pytest.mark.parametrize(
     ("name", "tier", "reason"),
     [
@@ -268,6 +270,7 @@ def test_an_unavailable_tier_is_refused_with_the_reason(
         resolve_attention(name, **CPU, tier=tier)
 
 
+@INTERPRETED
 def test_auto_with_a_tier_resolves_to_flash_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert resolve_attention("auto", **CPU, tier="triton")[0] == "flash"
@@ -307,11 +310,20 @@ def test_autocast_casts_the_inputs_of_every_attention_to_its_dtype(name: str) ->
     torch.testing.assert_close(compiled, mixed)
 
 
-@pytest.mark.parametrize("name", ["chunked", "naive", "sdpa", "sdpa_math"])
+@pytest.mark.parametrize("name", ["chunked", "flash", "naive", "sdpa", "sdpa_math"])
 def test_meta_tensors_give_a_meta_result_of_the_same_shape(name: str) -> None:
     q = torch.empty(1, 2, 20, 16, device="meta")
     out = kernels.get_attention(name)(q, q, q)
     assert (out.shape, out.device.type) == (q.shape, "meta")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(8, torch.float32), (300, torch.float32), (64, torch.float64)]
+)
+def test_flash_refuses_meta_tensors_that_a_gpu_would_refuse(head_dim: int, dtype: torch.dtype) -> None:
+    q = torch.empty(1, 2, 20, head_dim, device="meta", dtype=dtype)
+    with pytest.raises(AttentionError, match="attention=flash: it takes"):
+        kernels.flash_attention(q, q, q)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what would run on a GPU where there is none")
@@ -326,12 +338,15 @@ def test_what_would_run_on_a_gpu_can_be_asked_without_one(monkeypatch: pytest.Mo
         resolve_attention("flash", **there, head_dim=64, tier="hopper")
 
 
-@pytest.mark.parametrize("name", ["flash", "naive", "sdpa"])
-def test_causal_is_true_or_false(name: str) -> None:
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("name", ["flash", "naive", "sdpa", "flex", "chunked", "flash1", "two_pass"])
+def test_causal_is_true_or_false(name: str, documents: bool) -> None:
     """None, which would mean False, may be meant as the default, True."""
-    q = torch.randn(1, 2, 20, 16)
+    q, given = torch.randn(1, 2, 20, 16), {"cu_seqlens": torch.tensor([0, 20]).int()} if documents else {}
+    if documents and name in ("chunked", "flash1", "two_pass"):
+        pytest.skip("it has none")
     with pytest.raises(AttentionError, match="causal must be True or False, got None"):
-        kernels.get_attention(name)(q, q, q, causal=None)
+        kernels.get_attention(name)(q, q, q, causal=None, **given)
 
 
 @pytest.mark.parametrize("name", ["flash", "naive", "sdpa"])
@@ -362,9 +377,10 @@ print(kernels.flash_attention(x, x, x).shape)
 def test_an_interpreter_that_is_asked_for_too_late_is_named_and_meta_tensors_need_none() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
     late, meta = run.stdout.splitlines()
     assert "it needs TRITON_INTERPRET=1 to be set before triton is imported" in late
-    assert meta == "torch.Size([1, 2, 20, 16])", run.stderr
+    assert meta == "torch.Size([1, 2, 20, 16])"
 
 
 def test_an_unknown_tier_is_reported_before_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import kernels
 from kernels import AttentionError, layers, other_triton, versions
 from kernels.flash import dispatch
 from kernels.other_triton import pinned, report_with, unknown
+from tests.conftest import INTERPRETED
 from training.config import ConfigError
 from training.distributed import resolve_device
 
@@ -78,6 +79,7 @@ def test_a_pair_that_is_too_old_is_refused(monkeypatch, torch_version, triton_ve
         layers.check_fused(torch.device("cuda"), "model.loss")
 
 
+@INTERPRETED
 def test_the_interpreter_with_a_numpy_that_is_too_new_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(torch, "__version__", "2.11.0")

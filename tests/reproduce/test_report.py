@@ -231,17 +231,17 @@ def test_the_papers_history_and_traffic_figures_are_judged_reproduced(judge, sam
 
 
 @pytest.mark.parametrize(
-    ("cut", "status"), [(10.9, "not reproduced"), (11.1, "reproduced"), (None, None)]
+    ("cut", "status"), [(10.9, "not reproduced"), (11.1, "reproduced"), (None, "not measured")]
 )  # over ours of 2.2
 def test_c6_is_held_to_the_form_cut_to_its_mask_as_well(cut, status):
-    """Without it only the share of the passes is judged."""
+    """Without it the speed-up is not measured, so the claim is reproduced in part at most."""
     *_, passes = papers_own_traffic()
     passes["ms"]["standard+cut"] = {"all": [cut]}
     if cut is None:
         del passes["ms"]["standard+cut"]
     found = {v.what: v.status for v in traffic.judge({"device": GPU, "samples": [passes]})}
     assert found.pop("mask, softmax and dropout, share of the standard forward") == "reproduced"
-    assert found == ({"standard/flash time, forward with mask and dropout": status} if status else {})
+    assert found == {"standard/flash time, forward with mask and dropout": status}
 
 
 def test_a_contender_that_was_not_timed_at_every_length_does_not_lose_the_picture(tmp_path):
