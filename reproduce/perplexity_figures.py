@@ -184,7 +184,7 @@ def draw_tokens(axis: plots.Axes, compared: dict[str, Sample]) -> None:
     title = "Loss against tokens"
     if NAIVE in compared and len(compared) > 1:
         apart = max(gap(run, compared[NAIVE])[0] for run in compared.values())
-        title = f"Loss: ends within {math.ceil(1e4 * apart) / 1e4:g} nats of naive"
+        title = f"Loss: ends within {math.ceil(1e4 * apart - 1e-6) / 1e4:g} nats of naive"
     lines = [(_against_tokens(run), _style(name)) for name, run in compared.items()]
     _plot(axis, title, "M tokens", LOSS, lines)
     plots.legend(axis)

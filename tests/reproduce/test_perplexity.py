@@ -353,8 +353,8 @@ def test_a_panel_that_was_not_measured_is_not_drawn(tmp_path: Path):
     results = {"device": "GPU", "settings": {}, "samples": [NAIVE, curve("flash", 5, 4, 3, 2.1)]}
     perplexity.draw(results, tmp_path / "perplexity.svg")
     drawn = (tmp_path / "perplexity.svg").read_text()
-    assert "Loss curves: ends within 0.1 nats" in drawn
-    assert "How far apart" in drawn
+    assert "Loss: ends within 0.1 nats of naive" in drawn
+    assert "Loss minus naive's" in drawn
     assert "Longer context" not in drawn
 
 
