@@ -272,7 +272,7 @@ def test_the_examples_of_a_checkout_have_its_packages():
         ("under_sdpa.py", "no CUDA device, ", {"CUDA_VISIBLE_DEVICES": ""}),
         (
             "fused_layers.py",
-            "GPT-2 with our kernels needs a CUDA device, not cpu (TRITON_INTERPRET=1 ",
+            "GPT-2 with our kernels needs a CUDA device, not cpu (TRITON_INTERPRET=1, ",
             {"CUDA_VISIBLE_DEVICES": ""},
         ),
     ],
