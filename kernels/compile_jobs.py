@@ -133,10 +133,8 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
                 ]
     # Keys that a window hides from every query (`launch._clears_unseen`).
     windows = [job for job in jobs if job.kernel == "hopper_backward" and "window" in job.feature.split()]
-    by_query = {"cu_seqlens", "kv_lengths"}  # as those that are full, they have none
-    windows = [
-        job for job in windows if head_dim == 128 and job.causal and by_query.isdisjoint(job.feature.split())
-    ]
+    tables = {"cu_seqlens", "kv_lengths"}  # beside these it hides none
+    windows = [job for job in windows if head_dim == 128 and tables.isdisjoint(job.feature.split())]
     jobs += [replace(job, feature=f"{job.feature} unseen") for job in windows]
     plain = [job for job in jobs if not job.feature]
     grouped = [replace(job, feature="gqa") for job in plain if job.kernel == "hopper_forward"]

@@ -139,7 +139,10 @@ def outcome(job: Job) -> tuple[str, list[str]]:
     try:
         report = compile_job(job)
     except Exception as error:  # anything from Triton or ptxas, in a release that we do not know
-        return "", [f"does not compile: {str(error.__cause__ or error).strip().splitlines()[-1]}"]
+        innermost: BaseException = error
+        while innermost.__cause__:
+            innermost = innermost.__cause__
+        return "", [f"does not compile: {str(innermost).strip().splitlines()[-1]}"]
     return str(report), report.problems(job)
 
 
@@ -252,9 +255,12 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     bounded = "cu_seqlens" in words or "window" in words
     by_query = bounded and ("cu_seqlens_k" in words or padded or not job.causal)  # `masks.by_query`
     causal = job.causal and not by_query
-    absent = {} if "cu_seqlens" in words or by_query else dict.fromkeys(["DocumentStart", "DocumentEnd"])
-    if not by_query:
+    tables = by_query and ("cu_seqlens" in words or padded)
+    absent = {} if "cu_seqlens" in words or tables else dict.fromkeys(["DocumentStart", "DocumentEnd"])
+    if not tables:
         absent |= dict.fromkeys(["KeyEnd", "RowStart"])
+    if tables or not by_query:
+        absent["right"] = None
     if not listed:
         absent |= dict.fromkeys(["KeyBlocks", "QueryBlocks"])
     if "precise_delta" not in words:

@@ -15,6 +15,7 @@ from .portable.masks import BLOCK_MASK_SIZE
 
 TOKENS = 256  # per program
 CHUNK = 128  # of blocks, read at a time
+OFFSETS = tl.constexpr(128)  # likewise, while documents are looked up
 ANY = 1 << 30  # a window side without a limit
 Tensor = torch.Tensor
 
@@ -62,14 +63,8 @@ def keys_of_queries(
         left, right = (ANY if each < 0 else min(each, ANY) for each in (left, 0 if causal else right))
         grid = (-(-q_len // TOKENS), batch, 1)
         numbers = (cu_seqlens.shape[0], q_len, kv_len, left, right, covering, TOKENS)
-        ascending = cu_seqlens_k.cummax(0).values
-        pointers = (
-            cu_seqlens.contiguous(),
-            ascending,
-            None if used is None else used.contiguous(),
-            starts,
-            ends,
-        )
+        used = None if used is None else used.contiguous()
+        pointers = (cu_seqlens.contiguous(), cu_seqlens_k.contiguous(), used, starts, ends)
         launch(pointers, ("keys", grid, numbers), lambda: (keys_of_queries_kernel, grid, numbers, {}))
     return starts, ends
 
@@ -93,6 +88,9 @@ def by_query(tensors: Tensors, options: Options, q: Tensor, k: Tensor) -> tuple[
     """Documents and windows that are full or beside key padding, with bounds as those of `keys_of_queries`, which
     contain window, padding and causal mask; and `keys_of_queries`' own, with the padding. Everything else as it is.
 
+    A full window alone keeps its sides, from which the kernels compute those bounds, unless there are fewer keys than
+    queries, of which some may see none.
+
     No query sees beyond the keys, and the bounds ascend whatever the offsets, because the Hopper kernels synchronise
     by them.
     """
@@ -101,6 +99,9 @@ def by_query(tensors: Tensors, options: Options, q: Tensor, k: Tensor) -> tuple[
     bounded = starts is not None or left >= 0 or (right >= 0 and not options.causal)
     if not bounded or (options.causal and lengths is None):
         return tensors, options
+    if starts is None and lengths is None and q.shape[2] <= k.shape[2]:
+        sides = (ANY if each < 0 else min(each, ANY) for each in (left, right))
+        return tensors, options._replace(left=next(sides), right=next(sides))
     if lengths is not None or left >= 0 or right >= 0:
         batch, q_len, kv_len = q.shape[0], q.shape[2], k.shape[2]
         left, right = (ANY if each < 0 else min(each, ANY) for each in (left, right))
@@ -221,17 +222,15 @@ def keys_of_queries_kernel(
     OfQueries, OfKeys, Used, Starts, Ends, bounds, q_len, kv_len, left, right,
     COVERING: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Write Starts and Ends of `keys_of_queries`; OfKeys ascends. Grid (ceil(q_len / TOKENS), batch)."""
+    """Write Starts and Ends of `keys_of_queries`. Grid (ceil(q_len / TOKENS), batch)."""
     row, rows = tl.program_id(1), tl.num_programs(1)
     index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     document = document_of(OfQueries, bounds, row * q_len + index)
     begun, over = document >= 0, document + 1 >= bounds
     keys = rows * kv_len
-    before, after = 0, keys
-    if not COVERING:
-        before, after = tl.load(OfKeys), tl.load(OfKeys + bounds - 1)
-    start = tl.load(OfKeys + document, mask=begun, other=before)
-    end = tl.load(OfKeys + document + 1, mask=over == 0, other=after)
+    start, end = largest_offsets(OfKeys, bounds, document)
+    if COVERING:
+        start, end = tl.where(begun, start, 0), tl.where(over, keys, end)
     # Among the keys, before anything is added to them: sums of any offsets might overflow, and no longer ascend.
     start = tl.minimum(tl.maximum(start, 0), keys).to(tl.int32)
     end = tl.minimum(tl.maximum(end, 0), keys).to(tl.int32)
@@ -250,6 +249,27 @@ def keys_of_queries_kernel(
     last = tl.maximum(tl.minimum(end, position + 1 + right), first)
     tl.store(Starts + row * q_len + index, first, mask=index < q_len)
     tl.store(Ends + row * q_len + index, last, mask=index < q_len)
+
+
+@triton.jit
+def largest_offsets(Offsets, bounds, documents):
+    """For each document the largest offset up to its begin, and up to its end: the offsets themselves if they ascend,
+    else what does. documents: indices that ascend, -1 for the first offset as both, bounds - 1 for the last."""
+    first = tl.maximum(tl.min(documents), 0)
+    last = tl.minimum(tl.max(documents) + 1, bounds - 1)
+    largest = tl.load(Offsets)
+    for begin in range(0, first, 8 * OFFSETS):
+        places = begin + tl.arange(0, 8 * OFFSETS)
+        largest = tl.maximum(largest, tl.max(tl.load(Offsets + places, mask=places < first, other=largest)))
+    start = largest + tl.zeros_like(documents)
+    end = start
+    for begin in range(first, last + 1, OFFSETS):
+        places = begin + tl.arange(0, OFFSETS)
+        offsets = tl.load(Offsets + places, mask=places <= last, other=largest)[None, :]
+        past = places[None, :] - documents[:, None]
+        start = tl.maximum(start, tl.max(tl.where(past <= 0, offsets, largest), 1))
+        end = tl.maximum(end, tl.max(tl.where(past <= 1, offsets, largest), 1))
+    return start, end
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len"])

@@ -117,11 +117,13 @@ def test_exact_at_every_length(head_dim: int, name: str, dtype: torch.dtype, cau
 @DTYPES
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["", "gqa"])
 @pytest.mark.parametrize(
-    ("head_dim", "name"), [(64, "window"), (128, "window"), (128, "softcap window"), (128, "alibi window")]
+    ("head_dim", "name", "causal"),
+    [(64, "window", True), (128, "window", True), (128, "softcap window", True), (128, "alibi window", True)]
+    + [(each, "window", False) for each in (64, 128, 256)],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_keys_that_a_window_hides_from_all_queries(
-    packed: bool, head_dim: int, name: str, kv_heads: int, dtype: torch.dtype
+    packed: bool, head_dim: int, name: str, causal: bool, kv_heads: int, dtype: torch.dtype
 ) -> None:
     """Their gradients are 0, in memory that held NaN; at head_dim 128 the main kernel stores them."""
     for q_len, kv_len in [(1, 300), (64, 4096), (100, 517), (1000, 2100), (1024, 2048), (4096, 8192)]:
@@ -131,7 +133,7 @@ def test_keys_that_a_window_hides_from_all_queries(
             shape = (3, kv_len, 2, kv_heads, head_dim)
             kv = torch.stack([x.detach().transpose(1, 2) for x in tensors[1:]], 2).reshape(shape)
             tensors[1:] = (kv[:, :, each].transpose(1, 2).requires_grad_() for each in (0, 1))
-        given = {"causal": True, **features(name, 3, 4, kv_len)}
+        given = {"causal": causal, **features(name, 3, 4, kv_len, causal)}
         held = [torch.full((x.numel() * 2,), torch.nan, device="cuda", dtype=dtype) for x in tensors]
         del held  # the allocator hands it out again
         got = run(flash(), tensors, d_out, **given)

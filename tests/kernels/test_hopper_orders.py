@@ -42,7 +42,7 @@ class Alone(_Machine):
 
 
 def seen(
-    mask: str, q_len: int, kv_len: int, flat_heads: int, left: int
+    mask: str, q_len: int, kv_len: int, flat_heads: int, left: int, right: int
 ) -> tuple[torch.Tensor, torch.Tensor, Bounds | None]:
     """The first and the last key that each query sees, (flat_heads, q_len), and the kernels' bounds."""
     rows, bounds = torch.arange(q_len).expand(flat_heads, -1), None
@@ -52,21 +52,28 @@ def seen(
     if mask == "window":
         last = rows + kv_len - q_len
         first = (last - left).clamp(min=0)
-        bounds = Bounds(None, None, Scalar(left - (kv_len - q_len)), Scalar(q_len), None, None, None)
+        bounds = Bounds(None, None, Scalar(left - (kv_len - q_len)), Scalar(q_len), None, None, None, None)
+    if mask == "full window":
+        own = rows + kv_len - q_len
+        first, last = (own - left).clamp(min=0), (own + right).clamp(max=kv_len - 1)
+        sides = Scalar(left - (kv_len - q_len)), Scalar(right + (kv_len - q_len))
+        bounds = Bounds(None, None, sides[0], Scalar(q_len), None, None, sides[1], Scalar(kv_len))
     if mask == "documents":
         starts, ends = document_bounds(documents(q_len, flat_heads), flat_heads, q_len)
         first, last = starts.long(), rows
-        bounds = Bounds(_argument(starts), _argument(ends), Scalar(ANY), Scalar(q_len), None, None, None)
+        bounds = Bounds(
+            _argument(starts), _argument(ends), Scalar(ANY), Scalar(q_len), None, None, None, None
+        )
     return first, last, bounds
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("mask", ["causal", "full", "window", "documents"])
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "full window", "documents"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block of keys of each head is one item, whose steps are the blocks of queries that see some of it; and
     the turns of a block of queries, in the order of items, ascend from the first one without a gap."""
-    block_m, keys, causal = BLOCK_M[width], KEYS.value, mask != "full"
+    block_m, keys, causal = BLOCK_M[width], KEYS.value, not mask.startswith("full")
     kernel = _Emulated(Alone(0), 1)
     decode, at, turns = (kernel.function(f) for f in (decode_work_item, block_at, turns_of))
     alike = zip(LENGTHS, LENGTHS, strict=True)
@@ -74,14 +81,17 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
     for number, (q_len, kv_len) in enumerate(pairs):
         if width == 128 and mask == "causal":
             q_len = q_len % 20 + 2048  # from where on heads go upwards
-        flat_heads, left = 1 + number % 5, number % 7 * 50
-        if mask == "window" and kv_len - q_len - left >= keys:
+        flat_heads, left, right = 1 + number % 5, number % 7 * 50, number % 3 * 70
+        if "window" in mask and kv_len - q_len - left >= keys:
             continue  # a block that no query sees, which `hopper.backward` leaves out
+        if mask == "full window" and kv_len < q_len:
+            continue  # bounds from memory: `masks.by_query`
         monkeypatch.setattr(hopper, "CACHED", 1 << 16 + number % 5 if causal else 32 << 20)
         monkeypatch.setattr(hopper, "sm_count", lambda device, number=number: 1 + number % 11)
-        first, last, bounds = seen(mask, q_len, kv_len, flat_heads, left)
+        first, last, bounds = seen(mask, q_len, kv_len, flat_heads, left, right)
         q, k = (torch.empty(flat_heads, 1, length, width, device="meta") for length in (q_len, kv_len))
-        options = Options(causal, 1.0, left=left if mask == "window" else -1)
+        sides = {"window": (left, -1), "full window": (left, right)}.get(mask, (-1, -1))
+        options = Options(causal, 1.0, 0.0, *sides)
         tensors = Tensors(document_starts=first if mask == "documents" else None)
         _, _, numbers, _ = hopper._prepare_backward(q, k, tensors, options)
         own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
@@ -144,7 +154,7 @@ def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> N
         own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
         of_queries, of_keys = map(_argument, (starts, ends))
         bounds = Bounds(
-            of_queries, of_keys, Scalar(ANY), Scalar(q_len), None, _argument(row_start), Scalar(kv_len)
+            of_queries, of_keys, Scalar(ANY), Scalar(q_len), None, _argument(row_start), None, Scalar(kv_len)
         )
         padding = None if lengths is None else _argument(lengths)
         sizes = BackwardSizes(*own, bounds, None, None, padding, None)

@@ -141,7 +141,7 @@ def consume(
     """A consumer warpgroup: dK and dV of its half of the keys, half of each dQ tile, DQ_DELAY steps behind."""
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     WIDTH: gl.constexpr = shared.queries.tiles.shape[4]
-    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
     # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
     # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register. In
     # short loops, with dropout, and at width 128 the code of two loops cost more than it saved (LOG.md).
@@ -218,7 +218,7 @@ def process_query_tiles(
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     zeros = gl.zeros([HALF, BLOCK_M], gl.float32, scores_layout)
-    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
     if BY_QUERY:
         first_visible = start_visible_rows(WHICH, item, sizes.bounds, BLOCK_M, scores_layout)
     elif MASKED and not CUT:
@@ -381,12 +381,12 @@ def store_dk_dv(dk_desc, dv_desc, dk, dv, shared, item, stage, WHICH: gl.constex
         arrive(shared.kv_empty)
 
 
-@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", *LISTS])
+@gluon.jit(do_not_specialize=[*BackwardSizes._fields, "left", "right", *LISTS])
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, dq_sum_desc, Lse, Delta, Turns, DocumentStart, DocumentEnd,
     RowStart, QueryBlocks, Seed, KvLengths, Slopes, ZeroK, ZeroV,
     heads, flat_heads, heads_per_group, items_per_group, q_len, kv_len, offset, row_blocks, key_blocks, tail_head,
-    left, stride_lb, stride_lh, width, share, unseen, stride_zb, stride_zh, stride_zn, scale,
+    left, right, stride_lb, stride_lh, width, share, unseen, stride_zb, stride_zh, stride_zn, scale,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, DQ_DELAY: gl.constexpr, BOUNDED: gl.constexpr,
     LISTED: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
@@ -396,8 +396,8 @@ def hopper_backward_kernel(
     block of queries, in the element order of `to_thread_order`; not written are blocks that see no key, and columns
     that are not multiplied. Lse, Delta: float32 (batch, heads, q_len), contiguous. Turns: int32, one for each block
     of queries, then the work item counter, as `delta_kernel` initialises them. DocumentStart, DocumentEnd, left: if
-    BOUNDED (bounds.py). RowStart: if BOUNDED and not CAUSAL. QueryBlocks, stride_lb, stride_lh, width: lists of
-    blocks of queries, if LISTED (block_masks.py). Seed: int64, if DROP. KvLengths: int32 (batch,), or None; needs
+    BOUNDED (bounds.py). RowStart or right: if BOUNDED and not CAUSAL. QueryBlocks, stride_lb, stride_lh, width: lists
+    of blocks of queries, if LISTED (block_masks.py). Seed: int64, if DROP. KvLengths: int32 (batch,), or None; needs
     MASKED. Slopes: (heads,), or None. ZeroK, ZeroV, share to stride_zn: the parts of `Zeros`, or None; kv_len counts
     the other keys. COLUMNS: `choose_columns`.
     """
@@ -405,9 +405,9 @@ def hopper_backward_kernel(
     bounds: gl.constexpr = None
     if BOUNDED:
         keys: gl.constexpr = None
-        if RowStart is not None:
+        if RowStart is not None or right is not None:
             keys = kv_len
-        bounds = Bounds(DocumentStart, DocumentEnd, left, q_len, None, RowStart, keys)
+        bounds = Bounds(DocumentStart, DocumentEnd, left, q_len, None, RowStart, right, keys)
     blocks: gl.constexpr = None
     if LISTED:
         blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)

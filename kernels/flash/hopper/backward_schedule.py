@@ -73,7 +73,7 @@ class WorkItem(NamedTuple):
 @gluon.jit
 def decode_work_item(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
     """Decode the index-th work item. With bounds by query it may have no step."""
-    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
     first_flat_head = index // sizes.items_per_group * sizes.heads_per_group
     index -= first_flat_head * sizes.key_blocks
     heads_per_group = gl.minimum(sizes.heads_per_group, sizes.flat_heads - first_flat_head)
@@ -117,7 +117,7 @@ def decode_work_item(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
 @gluon.jit
 def claim_keys(pending, Counter, sizes, BLOCK_M: gl.constexpr):
     """The first claim from `pending` on whose block of keys is not all padding and (bounds by query) has a step."""
-    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
     index = broadcast(pending)
     looking = index < sizes.key_blocks * sizes.flat_heads
     while looking:

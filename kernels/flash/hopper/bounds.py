@@ -2,8 +2,9 @@
 
 Each query has a first visible key, and each key a last query that sees it. Both are non-decreasing, so the first and
 the last row of a tile bound what the whole tile sees. With bounds by query (`masks.by_query`) there is no causal
-mask: each query's last visible key, and the first query that sees a key, come from memory too, and may be any that
-are non-decreasing. A query may then see no key, and a key be seen by no query.
+mask: each query's last visible key, and the first query that sees a key, are bounds too. Of a window alone they are
+computed from its right side; others come from memory, and may be any that are non-decreasing: a query may then see no
+key, and a key be seen by no query.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,9 @@ class Bounds(NamedTuple):
     # key, (batch, keys). The forward and dQ have the one, dK and dV the other.
     KeyEnd: gl.tensor
     RowStart: gl.tensor
-    keys: gl.tensor
+    # In their place, or None: the index of a query's last visible key minus the query's.
+    right: gl.tensor
+    keys: gl.tensor  # None unless by query
 
 
 @gluon.jit
@@ -55,12 +58,20 @@ def end_rows(keys, batch, bounds):
 @gluon.jit
 def end_keys(rows, batch, bounds):
     """By query: one past the last key that a query sees, or each of a vector of queries; as `first_keys`."""
-    Ends = bounds.KeyEnd + batch.to(gl.int64) * bounds.length
-    return gl.load(Ends + gl.minimum(rows, bounds.length - 1))
+    if bounds.right is not None:
+        end = gl.minimum(rows + bounds.right + 1, bounds.keys)
+    else:
+        Ends = bounds.KeyEnd + batch.to(gl.int64) * bounds.length
+        end = gl.load(Ends + gl.minimum(rows, bounds.length - 1))
+    return end
 
 
 @gluon.jit
 def start_rows(keys, batch, bounds):
     """By query: the first query that sees a key, or each of a vector of keys; arbitrary beyond the last key."""
-    Starts = bounds.RowStart + batch.to(gl.int64) * bounds.keys
-    return gl.load(Starts + gl.minimum(keys, bounds.keys - 1))
+    if bounds.right is not None:
+        start = gl.maximum(keys - bounds.right, 0)
+    else:
+        Starts = bounds.RowStart + batch.to(gl.int64) * bounds.keys
+        start = gl.load(Starts + gl.minimum(keys, bounds.keys - 1))
+    return start

@@ -304,6 +304,11 @@ def attend(
         mbarrier.arrive(rings.q.empty.index(slot))
     accs = wait_for_sums(issue_pv(p, accs, rings, stage, phase, SPEC))
     mbarrier.arrive(rings.v.empty.index(stage))
+    if (
+        SPEC.OUT_BY_TMA and SPEC.BOUNDED and SPEC.CAUSAL and SPEC.HEAD_DIM > 64
+    ):  # computed again: 4 to 28 B were spilled
+        tile_row, head, batch = decode_tile(opaque(index), sizes, SPEC)
+        first_row, slot = tile_row + WHICH * ROWS, q_slot(opaque(ordinal), WHICH, SPEC)
     tile = rings.q.tiles[0].index(slot)
     store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, sizes, SPEC)
     stage, phase = next_position(stage, phase, SPEC.STAGES)
@@ -336,12 +341,22 @@ def consume(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC:
 
 
 @gluon.jit(
-    do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left", *LISTS]
+    do_not_specialize=[
+        "q_len",
+        "kv_len",
+        "heads",
+        "batches",
+        "heads_per_group",
+        "tiles",
+        "left",
+        "right",
+        *LISTS,
+    ]
 )
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, Out, Lse, OutLow, Counter, DocumentStart, KeyEnd, KeyBlocks, KvLengths, Seed, Sinks,
     Slopes, stride_ob, stride_oh, stride_om,
-    q_len, kv_len, heads, batches, heads_per_group, tiles, left, stride_lb, stride_lh, width,
+    q_len, kv_len, heads, batches, heads_per_group, tiles, left, right, stride_lb, stride_lh, width,
     scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(q k^T * scale) v, and lse. Grid: (programs,), one for each SM but no more than there are tiles.
@@ -349,9 +364,9 @@ def hopper_forward_kernel(
     The descriptors move (1, 1, 64, box_width) of Q and (1, 1, BLOCK_N, box_width) of K and V. Out: a descriptor as
     of Q if SPEC.OUT_BY_TMA, else a pointer. Lse: float32 (batch, heads, q_len), contiguous. OutLow: what rounding
     took from out, laid out as Out, or None. Counter: int32 0, the tile counter, if SPEC.DYNAMIC (scheduler.py).
-    DocumentStart, left: if SPEC.BOUNDED, KeyEnd: if SPEC.BY_QUERY (bounds.py). KeyBlocks, stride_lb, stride_lh,
-    width: lists of blocks of keys, if SPEC.LISTED (block_masks.py). KvLengths: int32 (batch,), or None. Seed: int64,
-    if SPEC.DROP. Sinks, Slopes (of ALiBi): (heads,), or None.
+    DocumentStart, left: if SPEC.BOUNDED, KeyEnd or right: if SPEC.BY_QUERY (bounds.py). KeyBlocks, stride_lb,
+    stride_lh, width: lists of blocks of keys, if SPEC.LISTED (block_masks.py). KvLengths: int32 (batch,), or None.
+    Seed: int64, if SPEC.DROP. Sinks, Slopes (of ALiBi): (heads,), or None.
     """
     q = make_tiles(q_desc, SPEC.Q_SLOTS, 1, SPEC.HEAD_DIM)
     k = make_tiles(k_desc, SPEC.STAGES, SPEC.CONSUMERS, SPEC.HEAD_DIM)
@@ -359,7 +374,9 @@ def hopper_forward_kernel(
     rings = Rings(q, k, v)
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:
-        bounds = Bounds(DocumentStart, None, left, q_len, KeyEnd, None, None)
+        bounds = Bounds(
+            DocumentStart, None, left, q_len, KeyEnd, None, right, kv_len if SPEC.BY_QUERY else None
+        )
     blocks: gl.constexpr = None
     if SPEC.LISTED:
         blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)

@@ -45,7 +45,10 @@ def store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, s
     lse = gl.where(fully_masked, float("-inf"), (row_max + gl.log2(row_sum)) * LN_2)
     rows = first_row + gl.arange(0, ROWS, layout=row_layout)
     heads, q_len = sizes.heads, sizes.q_len
-    if SPEC.HEAD_DIM > 128 and SPEC.BY_QUERY and sizes.KvLengths is not None:
+    # Opaque where kept from before all tiles they spill up to 36 B.
+    WINDOW: gl.constexpr = SPEC.BOUNDED and sizes.bounds.right is not None
+    WIDE: gl.constexpr = SPEC.HEAD_DIM > 128 and SPEC.BY_QUERY and (sizes.KvLengths is not None or WINDOW)
+    if WIDE or (SPEC.OUT_BY_TMA and SPEC.BOUNDED and SPEC.CAUSAL and SPEC.HEAD_DIM > 64):
         heads, q_len = opaque(heads), opaque(q_len)
     Lse = output.Lse + (batch.to(gl.int64) * heads + head) * q_len
     gl.store(Lse + rows, lse, mask=rows < sizes.q_len)

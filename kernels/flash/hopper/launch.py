@@ -101,13 +101,13 @@ def forward(
             groups = heads * batch
         elif causal or bounded:
             groups = _forward_heads_per_group(k, heads // kv_heads, *tiling, documents)
-        sizes = (q_len, kv_len, heads, batch, groups, tiles, _left(left, kv_len - q_len))
+        sizes = (q_len, kv_len, heads, batch, groups, tiles, *_sides(options, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
         return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
-    of_call = (causal, full, scale, left, options.dropout_p, options.softcap)
+    of_call = (causal, full, scale, left, options.right, options.dropout_p, options.softcap)
     key = ("hopper forward", q.dtype, q.shape, k.shape, *strides, *of_call)
     seed = tensors.seed if drop else None
     # Allocated in every call: a cached one would live in the memory pool of the CUDA graph being warmed up when it
@@ -149,9 +149,11 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool, do
     return group * triton.cdiv(flat_heads, groups)
 
 
-def _left(left: int, apart: int) -> int:
-    """A window's left side as the kernels take it (bounds.py). apart: kv_len - q_len."""
-    return left - apart if left >= 0 else ANY
+def _sides(options: Options, apart: int) -> tuple[int, int | None]:
+    """A window's sides as the kernels take them (bounds.py). apart: kv_len - q_len."""
+    if options.left < 0:
+        return ANY, None
+    return options.left - apart, None if options.causal else options.right + apart
 
 
 def _describe_forward(q: Tensor, k: Tensor, v: Tensor, *out: Tensor) -> tuple[Descriptor, ...]:
@@ -209,7 +211,7 @@ def backward(
     is_wide = tile_width(q.shape[3]) == WIDTH.value
     keys = WIDE_KEYS.value if is_wide else KEYS.value
     unseen = 0
-    if options.left >= 0 and options.causal and tensors.kv_lengths is None:  # else by query: `_prepare_clear`
+    if options.left >= 0 and tensors.kv_lengths is None:  # else by query: `_prepare_clear`
         unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys
     zeros: tuple[Tensor | None, Tensor | None] = None, None
     if unseen:  # the window hides the first blocks of keys from every query
@@ -230,9 +232,9 @@ def backward(
     dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     starts, ends, key_end, row_start = _bounds(tensors, options, kv_len)
-    lengths, key_blocks, left = tensors.kv_lengths, tensors.key_blocks, _left(options.left, kv_len - q_len)
+    lengths, key_blocks, (left, _) = tensors.kv_lengths, tensors.key_blocks, _sides(options, kv_len - q_len)
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
-    numbers = (options.causal, options.scale, options.left, options.dropout_p, options.softcap)
+    numbers = (options.causal, options.scale, options.left, options.right, options.dropout_p, options.softcap)
     key = (q.shape, kv_heads, kv_len, *numbers, *lists)
     launch(
         (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts),
@@ -288,8 +290,8 @@ def _prepare_backward(
 ) -> Launch:
     """cleared: dk from its first key on, if `_clears_unseen`."""
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
-    causal, left, width = options.causal, options.left, tile_width(head_dim)
-    bounded, listed = left >= 0 or tensors.document_starts is not None, tensors.key_blocks is not None
+    causal, width = options.causal, tile_width(head_dim)
+    bounded, listed = options.left >= 0 or tensors.document_starts is not None, tensors.key_blocks is not None
     drop, padded = drop_of(options.dropout_p), tensors.kv_lengths is not None
     flat_heads, row_blocks = batch * heads, triton.cdiv(q_len, BLOCK_M[width])
     columns = triton.cdiv(kv_len, KEYS.value)
@@ -310,7 +312,7 @@ def _prepare_backward(
     sizes = (
         *(heads, flat_heads, heads_per_group, heads_per_group * columns),
         *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
-        *(_left(left, kv_len - q_len), *list_strides(tensors.query_blocks)),
+        *(*_sides(options, kv_len - q_len), *list_strides(tensors.query_blocks)),
         *_zeros(cleared, unseen, columns),
     )
     masked = causal or bounded or kv_len % KEYS.value != 0 or padded
@@ -377,7 +379,7 @@ def _backward_wide(
     drop = drop_of(options.dropout_p)
     seed = tensors.seed if drop else None
     bounded = options.left >= 0 or starts is not None
-    left = _left(options.left, kv_len - q_len) if bounded else None
+    sides = _sides(options, kv_len - q_len) if bounded else (None, None)
 
     def prepare_delta() -> Launch:  # the next kernel waits for the end of this one
         return _prepare_delta(out, d_out, 0, rows, keys, overlapped=False)
@@ -388,7 +390,7 @@ def _backward_wide(
         heads_per_group = min(batch * heads, in_cache)
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
         strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
-        numbers = (*strides, *sizes, left, scale, heads // kv_heads, head_dim, causal, drop, softcap)
+        numbers = (*strides, *sizes, *sides, scale, heads // kv_heads, head_dim, causal, drop, softcap)
         programs = min(batch * heads * key_blocks, sm_count(device))
         return dkdv_kernel, (programs, 1, 1), numbers, compile_options(WIDTH.value)
 
@@ -402,10 +404,11 @@ def _backward_wide(
             heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False)
         if starts is not None:
             heads_per_group = min(batch * heads, max(heads_per_group, DQ_WITH_DOCUMENTS))
-        numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, left, scale, spec)
+        numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, *sides, scale, spec)
         return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 
-    key = (q.shape, kv_heads, kv_len, causal, scale, options.left, options.dropout_p, softcap)
+    of_call = (causal, scale, options.left, options.right, options.dropout_p, softcap)
+    key = (q.shape, kv_heads, kv_len, *of_call)
     of_delta = (out, out_low, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
     launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
     for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart

@@ -63,8 +63,6 @@ def _is_out_by_tma(head_dim: int, causal: bool, q_len: int, group: int, *feature
     bounded, listed, padded, drop, softcap, precise = features
     if head_dim > 128 or listed or softcap or precise:
         return False
-    if bounded and causal and head_dim > 64:  # 0.94 to 0.97 of the time, but 4 to 28 B spilled
-        return False
     if bounded or padded or drop:
         return True
     if q_len <= FEW:

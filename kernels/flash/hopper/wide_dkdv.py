@@ -138,7 +138,7 @@ def decode_keys(index, sizes, CAUSAL: gl.constexpr):
     last_block = steps - 1
     masked_from = steps
     first_row = first_key - (sizes.kv_len - sizes.q_len)  # that sees the first key
-    if sizes.bounds is not None and sizes.bounds.RowStart is not None:
+    if sizes.bounds is not None and sizes.bounds.keys is not None:
         steps -= start_rows(first_key, batch, sizes.bounds) // ROWS
         masked_from -= gl.cdiv(start_rows(last_key, batch, sizes.bounds), ROWS)
     elif CAUSAL:
@@ -158,7 +158,7 @@ def load_queries(
     q_desc, k_desc, v_desc, do_desc, Counter, shared, sizes, GROUP: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """The load warp: claim work items, load K and V once for each, and its blocks of Q and dO."""
-    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
     ordinal = 0
     tiles_before = 0
     index = publish_claim(issue_claim(Counter), shared.claims, ordinal, sizes.key_blocks * sizes.flat_heads)
@@ -197,7 +197,7 @@ def consume_queries(
     WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: half of the dimensions of dK and dV, together."""
-    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.RowStart is not None
+    BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
     REST: gl.constexpr = rest_of(HEAD_DIM)
     DV_HALF: gl.constexpr = half_of_dv(WHICH, HEAD_DIM)
     DK_DIMS: gl.constexpr = REST if REST > 0 and WHICH == 1 else WIDTH // 2
@@ -363,19 +363,19 @@ def store_rows(x, Out, stride_m, first_row, length, first_dim, HEAD_DIM: gl.cons
     gl.store(Out + rows * stride_m + dims, x, mask=(first_row + rows < length) & (dims < HEAD_DIM))
 
 
-@gluon.jit(do_not_specialize=[*Sizes._fields, "left"])
+@gluon.jit(do_not_specialize=[*Sizes._fields, "left", "right"])
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, DK, DV, Lse, Delta, Counter, DocumentEnd, RowStart, Seed, KvLengths, Slopes,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, left, scale,
+    heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, left, right, scale,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, DROP: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every query head. Grid: (programs,), one for each SM but no more than work items.
 
     The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
-    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as RowStart without bounds by query, Seed
-    without DROP, KvLengths (batch,) without key padding and Slopes (heads,) without ALiBi. GROUP: query heads per
-    head of K and V.
+    0. DocumentEnd, left: of windows and documents (bounds.py), or None, as RowStart and right if not by query, Seed
+    without DROP, KvLengths (batch,) without key padding and Slopes (heads,) without ALiBi. GROUP: query heads
+    per head of K and V.
     """
     dtype: gl.constexpr = q_desc.dtype
     if HEAD_DIM % 16 != 0:  # as in `store_rows`
@@ -384,10 +384,10 @@ def dkdv_kernel(
     results = Results(DK, DV, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn)
     bounds: gl.constexpr = None
     if left is not None:
-        last: gl.constexpr = None
-        if RowStart is not None:
-            last = kv_len
-        bounds = Bounds(None, DocumentEnd, left, q_len, None, RowStart, last)
+        keys: gl.constexpr = None
+        if RowStart is not None or right is not None:
+            keys = kv_len
+        bounds = Bounds(None, DocumentEnd, left, q_len, None, RowStart, right, keys)
     sizes = Sizes(
         heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, Seed, KvLengths, Slopes
     )  # fmt: skip

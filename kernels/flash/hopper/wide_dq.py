@@ -230,16 +230,18 @@ def process_keys(
     return dq
 
 
-@gluon.jit(do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left"])
+@gluon.jit(
+    do_not_specialize=["q_len", "kv_len", "heads", "batches", "heads_per_group", "tiles", "left", "right"]
+)
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, DQ, Lse, Delta, Counter, DocumentStart, KeyEnd, Seed, KvLengths, Slopes,
     stride_dqb, stride_dqh, stride_dqm,
-    q_len, kv_len, heads, batches, heads_per_group, tiles, left, scale, SPEC: gl.constexpr,
+    q_len, kv_len, heads, batches, heads_per_group, tiles, left, right, scale, SPEC: gl.constexpr,
 ):  # fmt: skip
     """dQ. Grid: (programs,), one for each SM but no more than there are tiles of 128 queries.
 
     The descriptors move (1, 1, 64, box_width). Lse, Delta: float32 (batch, heads, q_len), contiguous. Counter: int32
-    0. DocumentStart, left: if SPEC.BOUNDED, KeyEnd: if SPEC.BY_QUERY (bounds.py), else None, as Seed without
+    0. DocumentStart, left: if SPEC.BOUNDED, KeyEnd or right: if SPEC.BY_QUERY (bounds.py), else None, as Seed without
     SPEC.DROP, KvLengths (batch,) without key padding and Slopes (heads,) without ALiBi.
     """
     if SPEC.HEAD_DIM % 16 != 0:  # as in `store_rows`
@@ -253,7 +255,9 @@ def dq_kernel(
     absent: gl.constexpr = None
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:
-        bounds = Bounds(DocumentStart, None, left, q_len, KeyEnd, None, None)
+        bounds = Bounds(
+            DocumentStart, None, left, q_len, KeyEnd, None, right, kv_len if SPEC.BY_QUERY else None
+        )
     sizes = ForwardSizes(
         q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, absent, KvLengths, Seed, Slopes
     )
