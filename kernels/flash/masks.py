@@ -15,7 +15,7 @@ from .portable.masks import BLOCK_MASK_SIZE
 
 TOKENS = 256  # per program
 CHUNK = 128  # of blocks, read at a time
-OFFSETS = tl.constexpr(128)  # likewise, while documents are looked up
+OFFSETS = tl.constexpr(1024)  # that are read at a time
 ANY = 1 << 30  # a window side without a limit
 Tensor = torch.Tensor
 
@@ -253,22 +253,28 @@ def keys_of_queries_kernel(
 
 @triton.jit
 def largest_offsets(Offsets, bounds, documents):
-    """For each document the largest offset up to its begin, and up to its end: the offsets themselves if they ascend,
-    else what does. documents: indices that ascend, -1 for the first offset as both, bounds - 1 for the last."""
-    first = tl.maximum(tl.min(documents), 0)
+    """For each document the largest offset up to its begin, and up to its end: the offsets themselves where they
+    ascend, else what does. documents: indices that ascend, -1 for the first offset as both, bounds - 1 for the last.
+
+    A `cummax` before this kernel is another launch: 1.005 to 1.02 of a call's forward (kernels/log/hopper_masks.md).
+    """
     last = tl.minimum(tl.max(documents) + 1, bounds - 1)
-    largest = tl.load(Offsets)
-    for begin in range(0, first, 8 * OFFSETS):
-        places = begin + tl.arange(0, 8 * OFFSETS)
-        largest = tl.maximum(largest, tl.max(tl.load(Offsets + places, mask=places < first, other=largest)))
-    start = largest + tl.zeros_like(documents)
-    end = start
-    for begin in range(first, last + 1, OFFSETS):
+    ascend = 1
+    for begin in range(0, last, OFFSETS):
         places = begin + tl.arange(0, OFFSETS)
-        offsets = tl.load(Offsets + places, mask=places <= last, other=largest)[None, :]
-        past = places[None, :] - documents[:, None]
-        start = tl.maximum(start, tl.max(tl.where(past <= 0, offsets, largest), 1))
-        end = tl.maximum(end, tl.max(tl.where(past <= 1, offsets, largest), 1))
+        offset = tl.load(Offsets + places, mask=places < last, other=0)
+        following = tl.load(Offsets + places + 1, mask=places < last, other=0)
+        ascend = tl.minimum(ascend, tl.min((offset <= following).to(tl.int32)))
+    if ascend == 1:
+        start = tl.load(Offsets + tl.maximum(documents, 0))
+        end = tl.load(Offsets + tl.minimum(documents + 1, bounds - 1))
+    else:
+        start = tl.load(Offsets + documents * 0)
+        end = start
+        for place in range(last + 1):
+            offset = tl.load(Offsets + place)
+            start = tl.where(place <= documents, tl.maximum(start, offset), start)
+            end = tl.where(place <= documents + 1, tl.maximum(end, offset), end)
     return start, end
 
 

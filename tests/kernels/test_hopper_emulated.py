@@ -325,7 +325,7 @@ def test_full_documents(machine, window: tuple[int, int], which: str, head_dim: 
 
 
 @pytest.mark.one_in(17)
-@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (130, 400), (300, 130)])
 @pytest.mark.parametrize("window", [(60, 20), (-1, 30), (40, 0)], ids=str)

@@ -71,6 +71,15 @@ def choose_dq_delay(
     return int(row_blocks // (2 if causal else 1) >= DELAY_FROM[width])
 
 
+def choose_dq_delay_of_few(columns: int, full_window: bool) -> int:
+    """The same where a work item has few steps: with a window, documents or a block mask. columns: `choose_columns`.
+
+    With the delay a full window takes 0.95 to 0.97 of the time at 96 columns, 1.00 at 128, and 0.98 to 1.01 at 64,
+    where it would spill 4 B; causal windows and documents take 1.00 to 1.04 (kernels/log/hopper_masks.md).
+    """
+    return int(full_window and 64 < columns < 128)
+
+
 @functools.cache  # 12 us
 def choose_columns(head_dim: int, dropout_p: float) -> int:
     """How many of a tile's columns are multiplied. With dropout, 32 of 64 would spill 8 B without a mask."""

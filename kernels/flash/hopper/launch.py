@@ -9,7 +9,7 @@ from ...launch import Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, by_query, list_strides, queries_of_keys
-from .backward import choose_columns, choose_dq_delay, hopper_backward_kernel
+from .backward import choose_columns, choose_dq_delay, choose_dq_delay_of_few, hopper_backward_kernel
 from .backward_loads import TOGETHER
 from .backward_schedule import BLOCK_M, KEYS
 from .descriptors import Descriptor, fits_tma, rows_of, tile_width
@@ -100,7 +100,9 @@ def forward(
             # By count, the busiest program has 1.00 to 1.13 of what claiming gives it; in two groups up to 1.5.
             groups = heads * batch
         elif causal or bounded:
-            groups = _forward_heads_per_group(k, heads // kv_heads, *tiling, documents)
+            groups = _forward_heads_per_group(
+                k, heads // kv_heads, *tiling, _cached(options, q_len), documents
+            )
         sizes = (q_len, kv_len, heads, batch, groups, tiles, *_sides(options, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
@@ -124,7 +126,9 @@ def forward(
         launch((out, *pointers), key, prepare, (q, k, v), _describe_forward)
 
 
-def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool, documents: bool = False) -> int:
+def _forward_heads_per_group(
+    k: Tensor, group: int, dynamic: bool, few: bool, cached: int, documents: bool = False
+) -> int:
     """Query heads in a scheduling group, where tiles are sorted by number of keys. group: query heads per key head.
 
     Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
@@ -143,10 +147,20 @@ def _forward_heads_per_group(k: Tensor, group: int, dynamic: bool, few: bool, do
         return max(1, sm_count(k.device) // 2)
     batch, kv_heads, kv_len, head_dim = k.shape
     flat_heads = batch * kv_heads
-    groups = triton.cdiv(flat_heads * 4 * kv_len * head_dim, CACHED)
+    groups = triton.cdiv(flat_heads * 4 * kv_len * head_dim, cached)
     if documents:
         groups = min(groups, max(1, group * flat_heads // WITH_DOCUMENTS))
     return group * triton.cdiv(flat_heads, groups)
+
+
+def _cached(options: Options, q_len: int) -> int:
+    """Bytes of a group of heads that are to fit the L2 cache.
+
+    Half of it with a full window and few queries: the forward then takes 0.97 of the time at head_dim 128 to 192 and
+    1.00 at 64 and 256, the backward 0.97 to 0.99 (1024 queries, 512 keys to each side; from 2048 on 1.00 to 1.01).
+    """
+    full_window = options.left >= 0 and not options.causal
+    return CACHED // 2 if full_window and q_len <= 1024 else CACHED
 
 
 def _sides(options: Options, apart: int) -> tuple[int, int | None]:
@@ -296,11 +310,12 @@ def _prepare_backward(
     flat_heads, row_blocks = batch * heads, triton.cdiv(q_len, BLOCK_M[width])
     columns = triton.cdiv(kv_len, KEYS.value)
     heads_per_group = _backward_heads_per_group(causal or bounded, row_blocks, q.device)
-    if bounded and width == 128:
+    documents, long = tensors.document_starts is not None, q_len > 2048
+    if bounded and width == 128 and (long or not documents):
         # Fewer blocks of dQ's sum at a time. A quarter: windows of 1024 at 4096 tokens take 0.79 of the time of all.
-        # Half: 0.96 at 1024 tokens, at 2048 as with a quarter; documents of 1024 0.88 (kernels/log/hopper_masks.md).
-        of_long_windows = tensors.document_starts is None and q_len > 2048
-        heads_per_group = max(1, heads_per_group // (4 if of_long_windows else 2))
+        # Half: 0.96 at 1024 tokens, at 2048 as with a quarter; documents of 1024 in a long row 0.88, but those of
+        # rows of 1024 and 2048 tokens 1.06 and 1.02 (kernels/log/hopper_masks.md).
+        heads_per_group = max(1, heads_per_group // (4 if long and not documents else 2))
     tail_head, plain = None, not (bounded or listed or drop or padded)
     if causal and plain:  # with dropout it would spill 8 to 12 B
         tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
@@ -316,11 +331,11 @@ def _prepare_backward(
         *_zeros(cleared, unseen, columns),
     )
     masked = causal or bounded or kv_len % KEYS.value != 0 or padded
-    # With a window, documents or a block mask a work item has few steps.
-    dq_delay = 0
-    if not (bounded or listed):
-        dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
     multiplied = choose_columns(head_dim, options.dropout_p)
+    if bounded or listed:
+        dq_delay = choose_dq_delay_of_few(multiplied, options.left >= 0 and not causal)
+    else:
+        dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
     spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop, options.softcap, multiplied)
     programs = min(flat_heads * columns, sm_count(q.device))
     compiled = compile_options(width, dq_delay) | OVERLAPPED
@@ -386,7 +401,7 @@ def _backward_wide(
 
     def prepare_dkdv() -> Launch:
         row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
-        in_cache = max(1, CACHED // (4 * q_len * head_dim))  # heads whose Q and dO fit the L2 cache
+        in_cache = max(1, _cached(options, q_len) // (4 * q_len * head_dim))  # heads whose Q and dO fit it
         heads_per_group = min(batch * heads, in_cache)
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
         strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
@@ -401,7 +416,8 @@ def _backward_wide(
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
         heads_per_group = 1
         if causal or bounded:
-            heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False)
+            cached = _cached(options, q_len)
+            heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False, cached)
         if starts is not None:
             heads_per_group = min(batch * heads, max(heads_per_group, DQ_WITH_DOCUMENTS))
         numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, *sides, scale, spec)
