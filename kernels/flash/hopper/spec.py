@@ -44,8 +44,13 @@ class ForwardSpec:
     OUT_BY_TMA: gl.constexpr  # out is stored by TMA, from the slot of its Q; else by the consumer's threads
 
 
-def _is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool) -> bool:
-    """Whether tiles are scheduled dynamically. uneven: the cost of a tile depends on data only the device knows."""
+def _is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool, window: bool) -> bool:
+    """Whether tiles are scheduled dynamically. uneven: the cost of a tile depends on data only the device knows.
+    window: nothing but a window bounds what the tiles see."""
+    if window:
+        if causal:
+            return head_dim > 64 or q_len > 1024
+        return q_len > (2048 if head_dim <= 128 else 1024)
     if uneven:
         return True
     return causal and q_len < WIDE_STATIC_FROM if head_dim > 128 else q_len >= DYNAMIC_FROM
@@ -89,6 +94,7 @@ def specify(
     softcap: float = 0.0,
     precise: bool = False,
     full: bool = False,
+    window: bool = False,
 ) -> ForwardSpec:
     """The compile-time parameters for a shape. LOG.md has the times.
 
@@ -100,6 +106,7 @@ def specify(
         drop: parameters of dropout, if it is used, without windows, documents and block masks.
         precise: what rounding takes from out is stored too.
         full: of bounds by query, that they are those of a call without a causal mask.
+        window: of bounded calls, that they have a window and neither documents nor padding.
     """
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
@@ -115,7 +122,7 @@ def specify(
     few = has_few_tiles(head_dim, q_len, group, *features)
     # At 256, causal, few tiles that are dealt and not claimed take 0.93 of the time at 256 queries, 0.96 at 512, 1.00
     # at 128, of 16k tokens; claimed, with heads one by one, 0.975, 1.04 and 0.99.
-    dynamic = _is_dynamic(head_dim, causal, q_len, uneven) and not few
+    dynamic = _is_dynamic(head_dim, causal, q_len, uneven, window) and not few
     # Out by TMA took 0.96 to 1.01 of the time with three consumers, whose exponentials then come before the wait, and
     # 0.92 to 1.00 at head_dim 128, where they do if a causal call has few tiles and else come after. Two consumers at
     # head_dim 64 take 1.03 to 1.09 with it, but 0.94 to 0.97 at 256 queries. Windows, documents, key padding and
