@@ -316,10 +316,10 @@ def _prepare_backward(
     columns = triton.cdiv(kv_len, KEYS.value)
     heads_per_group = _backward_heads_per_group(causal or bounded, row_blocks, q.device)
     documents, long = tensors.document_starts is not None, q_len > 2048
-    if bounded and width == 128 and (long or not documents):
+    if bounded and width == 128 and (long or not (documents and causal)):
         # Fewer blocks of dQ's sum at a time. A quarter: windows of 1024 at 4096 tokens take 0.79 of the time of all.
-        # Half: 0.96 at 1024 tokens, at 2048 as with a quarter; documents of 1024 in a long row 0.88, but those of
-        # rows of 1024 and 2048 tokens 1.06 and 1.02 (kernels/log/hopper_masks.md).
+        # Half: 0.96 at 1024 tokens, at 2048 as with a quarter; documents of 1024 in a long row 0.88, in rows of 2048
+        # tokens 0.90 if full, but 1.02 under the causal mask, and 1.06 in rows of 1024 (kernels/log/hopper_masks.md).
         heads_per_group = max(1, heads_per_group // (4 if long and not documents else 2))
     tail_head, plain = None, not (bounded or listed or drop or padded)
     if causal and plain:  # with dropout it would spill 8 to 12 B
