@@ -85,12 +85,20 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("dropout_p window", {}, "triton", "triton", "attention without dropout_p combined with window"),
         ("window", {}, "hopper", "hopper", None),
         ("window", {"causal": False}, "hopper", "hopper", None),
+        ("window", {"causal": False, "length": 4096, "heads": 32}, "hopper", "hopper", None),
         (
             "window",
+            {"causal": False, "length": 1024, "heads": 32},
+            "triton",
+            "triton",
+            "512 tiles of 128 queries or more with window",
+        ),
+        (
+            "cu_seqlens",
             {"causal": False, "length": 4096, "heads": 32},
             "triton",
             "hopper",
-            "2048 tiles of 128 queries or more with window and causal=False",
+            "2048 tiles of 128 queries or more with cu_seqlens and causal=False",
         ),
         ("window", {"length": 512, "kv_len": 700}, "hopper", "hopper", None),
         ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),
@@ -127,13 +135,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "head_dim 128 or 136 to 256 with window and kv_lengths, not 64",
         ),
         ("window kv_lengths", {"head_dim": 128, "length": 4096, "heads": 64}, "hopper", "hopper", None),
-        (
-            "cu_seqlens window",
-            {"causal": False, "head_dim": 128},
-            "triton",
-            "triton",
-            "attention without window combined with cu_seqlens and causal=False",
-        ),
+        ("cu_seqlens window", {"causal": False, "head_dim": 128}, "hopper", "hopper", None),
         (
             "cu_seqlens cu_seqlens_k kv_lengths",
             {"head_dim": 128, "length": 1024, "heads": 512},
@@ -461,7 +463,7 @@ def chosen(
     [
         (Tensors(), Options(True, 1.0), ("hopper", "hopper")),
         (Tensors(), Options(True, 1.0, left=64, right=0), ("hopper", "hopper")),
-        (Tensors(), Options(False, 1.0, left=64, right=0), ("triton", "hopper")),
+        (Tensors(), Options(False, 1.0, left=64, right=0), ("hopper", "hopper")),
         (Tensors(), Options(False, 1.0, left=600, right=512), ("hopper", "hopper")),  # masks nothing
         (Tensors(), Options(True, 1.0, softcap=5.0), ("hopper", "hopper")),
         (Tensors(), Options(True, 1.0, softcap=65.0), ("triton", "triton")),
