@@ -229,7 +229,7 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
 
 
 def _by_query(request: AttentionRequest) -> list[str]:
-    """Why documents or a window have bounds by query (`masks.by_query`): keys of BY_QUERY, or their last words are."""
+    """Why documents or a window have bounds by query (`masks.by_query`): keys of BY_QUERY, or their last words."""
     bound = next((name for name in BOUNDS if name in request.features), None)
     beside: list[str] = [name for name in ("cu_seqlens_k", "kv_lengths") if name in request.features]
     if not beside and request.causal is False:
