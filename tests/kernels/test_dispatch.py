@@ -95,10 +95,11 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         (
             "cu_seqlens",
-            {"causal": False, "length": 4096, "heads": 32},
+            {"causal": False, "length": 2048, "heads": 64},
             "triton",
             "hopper",
-            "2048 tiles of 128 queries or more with cu_seqlens and causal=False",
+            "2048 tiles of 128 queries or more with cu_seqlens and causal=False, or 4096 queries or more with "
+            "cu_seqlens and causal=False, not 2048",
         ),
         ("window", {"length": 512, "kv_len": 700}, "hopper", "hopper", None),
         ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),

@@ -103,11 +103,9 @@ def forward(
         elif bounded and not causal and not spec.DYNAMIC.value:
             groups = max(
                 1, sm_count(q.device) // 32
-            )  # a window's keys alone: 0.87 to 1.00 of the time of half
+            )  # four: a full window takes 0.87 to 1.00 of the time of 66
         elif causal or bounded:
-            groups = _forward_heads_per_group(
-                k, heads // kv_heads, *tiling, _cached(options, q_len), documents
-            )
+            groups = _forward_heads_per_group(k, heads // kv_heads, *tiling, CACHED, documents)
         sizes = (q_len, kv_len, heads, batch, groups, tiles, *_sides(options, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
         programs = min(tiles, sm_count(q.device))
@@ -159,10 +157,10 @@ def _forward_heads_per_group(
 
 
 def _cached(options: Options, q_len: int) -> int:
-    """Bytes of a group of heads that are to fit the L2 cache.
+    """Bytes of a group of heads that are to fit the L2 cache, in the backward above head_dim 128.
 
-    Half of it with a full window and few queries: the forward then takes 0.97 of the time at head_dim 128 to 192 and
-    1.00 at 64 and 256, the backward 0.97 to 0.99 (1024 queries, 512 keys to each side; from 2048 on 1.00 to 1.01).
+    Half of them with a full window and few queries: 0.97 to 0.99 of the time at 1024 queries with 512 keys to each
+    side, from 2048 on 1.00 to 1.01.
     """
     full_window = options.left >= 0 and not options.causal
     return CACHED // 2 if full_window and q_len <= 1024 else CACHED
