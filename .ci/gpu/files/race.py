@@ -3,7 +3,8 @@
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
 features, wide_features and wide_padding (136 to 256), wide_dropout (dropout, and ALiBi beside padding, where neither
 was taken before), by_query (documents whose keys have offsets of their own, or with key padding), full (documents and
-windows, and windows with padding), untimed (softcap and ALiBi with precise_delta, documents or padding, features at
+windows, and windows with padding), lengths (single features at the lengths that benchmarks features has not),
+untimed (softcap and ALiBi with precise_delta, documents or padding, features at
 head_dim 32, 80 and 96: what tier=hopper has and `auto` does not take, as nobody timed it), combined (features with
 each other and of other sizes). ../rows.py reads the last two.
 END: seconds since 1970 at which to stop.
@@ -149,9 +150,9 @@ def contenders(p: Point) -> dict[str, Attend]:
         found["plain"] = functools.partial(flash, HOPPER, plain=True)
         # Under the causal mask FlashAttention-4 aligns the queries with the keys that are not padding: another task.
         padded = "padding" in p.feature or "near" in p.feature
-        if PART in ("wide_padding", "wide_dropout") and "dropout" in p.feature:
+        if PART in ("wide_padding", "wide_dropout", "lengths") and "dropout" in p.feature:
             found["sdpa_flash"] = functools.partial(library, "sdpa_flash")
-        elif PART in ("wide_features", "wide_padding", "full") and not (padded and p.causal):
+        elif PART in ("wide_features", "wide_padding", "full", "lengths") and not (padded and p.causal):
             # The wrapper prepares documents slowly.
             of_row = p.kind == "row" and p.feature == "documents"
             found["fa4"] = fa4_packed if of_row else fa4_itself

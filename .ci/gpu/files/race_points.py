@@ -53,6 +53,7 @@ def every(kind: str, *ranges: tuple) -> list[Point]:
 BOTH, CAUSAL, FULL = (True, False), (True,), (False,)
 ALONE, BOUNDS, SCORE_MODS = ("padding", "dropout", "sinks"), ("window", "documents"), ("softcap", "alibi")
 DIMS = (64, 128)
+DIMS256 = (*DIMS, 256)
 PRECISE, SINKS = (tuple(f"{each}+{name}" for name in BOUNDS) for each in ("precise", "sinks"))
 LATE = ("precise+sinks", "precise+padding", "precise+dropout")
 TOGETHER = tuple(f"{each}+{name}" for name in BOUNDS for each in SCORE_MODS)
@@ -123,6 +124,15 @@ POINTS = {
         *every("row", (16384, 4096), (64, 128, 256), FULL, ("documents",)),
         *every("tokens", (4096, 1024), (64, 128, 256), FULL, ("window+documents", "window+longer")),
         *every("128", (512,), (64, 128), FULL, ("window+documents",)),
+    ],
+    "lengths": [
+        *every(
+            "tokens", (512, 2048, 128, 8192, 256), DIMS256, BOTH, ("window", "softcap", "sinks", "dropout")
+        ),
+        *every("tokens", (512, 2048, 128, 8192, 256), DIMS256, FULL, ("near",)),
+        *every("row", (2048, 8192, 32768), DIMS256, BOTH, ("documents",)),
+        *every("row", (32768,), DIMS256, BOTH, ("window", "softcap", "sinks", "dropout")),
+        *every("row", (65536,), DIMS256, CAUSAL, ("window", "documents", "softcap")),
     ],
     "untimed": [
         *every("tokens", (4096,), (128, 64), BOTH, PRECISE_MODS),
