@@ -3,10 +3,10 @@
 PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 to 256), dims (others up to 128),
 features, wide_features and wide_padding (136 to 256), wide_dropout (dropout, and ALiBi beside padding, where neither
 was taken before), by_query (documents whose keys have offsets of their own, or with key padding), full (documents and
-windows, and windows with padding), lengths (single features at the lengths that benchmarks features has not),
-untimed (softcap and ALiBi with precise_delta, documents or padding, features at
-head_dim 32, 80 and 96: what tier=hopper has and `auto` does not take, as nobody timed it), combined (features with
-each other and of other sizes). ../rows.py reads the last two.
+windows, and windows with padding), lengths (single features at the lengths that benchmarks features has not), untimed
+(softcap and ALiBi with precise_delta, documents or padding, features at head_dim 32, 80 and 96: what tier=hopper has
+and `auto` does not take, as nobody timed it), combined (features with each other and of other sizes). ../rows.py
+reads the last two.
 END: seconds since 1970 at which to stop.
 Each kind is first held to the accuracy gate and repeated 20 times bit for bit, then timed in shuffled turns.
 A point that hangs for 90 s or breaks the CUDA context ends the process with status 77: started again, it goes on

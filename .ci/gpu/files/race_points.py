@@ -126,10 +126,9 @@ POINTS = {
         *every("128", (512,), (64, 128), FULL, ("window+documents",)),
     ],
     "lengths": [
-        *every(
-            "tokens", (512, 2048, 128, 8192, 256), DIMS256, BOTH, ("window", "softcap", "sinks", "dropout")
-        ),
+        *every("tokens", (512, 2048, 128, 8192, 256), DIMS256, BOTH, ("softcap", "sinks", "dropout")),
         *every("tokens", (512, 2048, 128, 8192, 256), DIMS256, FULL, ("near",)),
+        *every("tokens", (2048, 8192), DIMS256, BOTH, ("window",)),
         *every("row", (2048, 8192, 32768), DIMS256, BOTH, ("documents",)),
         *every("row", (32768,), DIMS256, BOTH, ("window", "softcap", "sinks", "dropout")),
         *every("row", (65536,), DIMS256, CAUSAL, ("window", "documents", "softcap")),
@@ -214,6 +213,7 @@ TRIED = {
     "features": (("padding", "dropout"), BOTH),
     "by_query": (("own+longer", "same+padding"), BOTH),
     "full": (("documents", "window+padding"), FULL),
+    "lengths": (("sinks", "dropout"), BOTH),
     "untimed": (("softcap+precise", "alibi+padding"), CAUSAL),
     "wide_dropout": (("precise+dropout", "alibi+padding"), BOTH),
     "combined": (("precise+documents", "window+longer"), CAUSAL),
