@@ -125,12 +125,12 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", "causal=False"): (  # documents, with a window too
         Faster(64, 64, tiles=2048),  # 0.71 to 0.97; few 1.00 to 1.33
         Faster(64, 64, 4096, 1024),  # 0.84, 0.85
-        Faster(128, 128, tiles=512),  # 0.65 to 0.92; few 1.23
-        WIDE,  # 0.40 to 0.61, at 128 tiles 0.84
+        Faster(128, 128, tiles=512),  # 0.65 to 0.92; few 1.23, 1.24
+        WIDE,  # 0.40 to 0.64, at 128 tiles 0.84
     ),
     ("forward", "cu_seqlens_k"): (
-        Faster(64, 64, 4096),  # 0.88 to 0.99 before out by TMA, which takes 0.98; fewer queries 0.91 to 1.45
-        Faster(128, 128, 2048),  # 0.60 to 0.85; fewer 0.94 to 1.09
+        Faster(64, 64, 4096),  # 0.865 to 0.99; fewer queries 0.88 to 1.45
+        Faster(128, 128, 2048),  # 0.60 to 0.86; fewer 0.94 to 1.11
         WIDE,  # 0.45 to 0.79
     ),
     ("forward", "kv_lengths"): (
@@ -138,14 +138,14 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(136, 256, tiles=512),  # 0.49 to 0.78; few 1.02 to 1.19
     ),
     ("backward", "causal=False"): (
-        Faster(64, 64, tiles=512),  # 0.68 to 0.89; few 1.18 to 1.25
+        Faster(64, 64, tiles=512),  # 0.68 to 0.89; few 1.16 to 1.25
         Faster(128, 128, tiles=512),  # 0.61 to 0.73; few 1.01 to 1.08
         WIDE,  # 0.34 to 0.65
     ),
     ("backward", "cu_seqlens_k"): WIDE_TOO,  # 64: 0.68 to 0.97, 128: 0.61 to 0.86, more: 0.41 to 0.66
     ("backward", "kv_lengths"): (
         Faster(64, 64, tiles=2048),  # 0.77 to 0.95, but in two rows of 8,192 1.01 and 1.23; few 0.98 to 1.31
-        Faster(128, 128, tiles=512),  # 0.64 to 0.81; few 0.87 to 1.10
+        Faster(128, 128, tiles=512),  # 0.64 to 0.82; few 0.87 to 1.10
         WIDE,  # 0.41 to 0.61, at 128 tiles 0.74 to 0.90
     ),
 }

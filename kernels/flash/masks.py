@@ -256,7 +256,7 @@ def largest_offsets(Offsets, bounds, documents):
     """For each document the largest offset up to its begin, and up to its end: the offsets themselves where they
     ascend, else what does. documents: indices that ascend, -1 for the first offset as both, bounds - 1 for the last.
 
-    A `cummax` before this kernel is another launch: 1.005 to 1.02 of a call's forward (kernels/log/hopper_masks.md).
+    A `cummax` before this kernel is another launch: 1.004 to 1.03 of a call's forward (kernels/log/hopper_masks.md).
     """
     last = tl.minimum(tl.max(documents) + 1, bounds - 1)
     ascend = 1
