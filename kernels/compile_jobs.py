@@ -38,7 +38,7 @@ APART = {"": 0, "ragged": 1, "shifted": 64}
 LENGTHS = (256, 512, 1024, 2048, 16384)
 # Head_dims whose tiles are filled up with zeros (columns.py), by width: with one feature at a time. MORE: without,
 # at one length; 72, 136 and 200 are odd multiples of 8, where offsets need the most care.
-FILLED = {64: (32,), 128: (96,), 256: (160, 200)}
+FILLED = {64: (32,), 128: (96,), 256: (160, 200, 208)}
 # Two that only go together up to 192 (dispatch.py).
 TOGETHER = {160: ({"dropout_p", "precise_delta"}, {"alibi_slopes", "kv_lengths"})}
 MORE, OF_MORE = {128: (72,), 256: (136, 192)}, 512
@@ -133,7 +133,7 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
                 ]
     # Keys that a window hides from every query (`launch._clears_unseen`).
     windows = [job for job in jobs if job.kernel == "hopper_backward" and "window" in job.feature.split()]
-    tables = {"cu_seqlens", "kv_lengths"}  # beside these it hides none
+    tables = {"cu_seqlens", "kv_lengths"}  # padding is by query, and documents have as many keys as queries
     windows = [job for job in windows if head_dim == 128 and tables.isdisjoint(job.feature.split())]
     jobs += [replace(job, feature=f"{job.feature} unseen") for job in windows]
     plain = [job for job in jobs if not job.feature]

@@ -294,9 +294,10 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     width = tile_width(job.head_dim)
     row_blocks = job.length // backward_schedule.BLOCK_M[width]
     columns = backward.choose_columns(job.head_dim, dropout_p)
-    dq_delay = backward.choose_dq_delay(width, job.causal, row_blocks, padded, softcap > 0)
     if bounded or listed:
         dq_delay = backward.choose_dq_delay_of_few(columns, by_query and not tables)
+    else:
+        dq_delay = backward.choose_dq_delay(width, job.causal, row_blocks, padded, softcap > 0)
     partial = lengths[1] % backward_schedule.KEYS.value != 0
     rules = {"GROUP": 1, "CAUSAL": causal, "MASKED": causal or bounded or partial or padded}
     if not causal or bounded or listed or drop or padded:

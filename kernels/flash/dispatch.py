@@ -240,13 +240,15 @@ def _by_query(request: AttentionRequest) -> list[str]:
 
 def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
     """What `FASTER`, `BY_QUERY` and `TIMED_WITH` ask for in addition, or None."""
-    head_dim, length, heads = request.head_dim, request.length, request.heads
+    head_dim, length, kv_len, heads = request.head_dim, request.length, request.kv_len, request.heads
     features = request.features - NO_FORM[which]
     if "cu_seqlens_k" in features:
         features -= {"window"}  # the bounds of a call contain it
     asked = {name: FASTER.get((which, name), AS_WITHOUT) for name in ("", *sorted(features))}
+    from_sides = length is None or kv_len is None or length <= kv_len  # else from tables: `masks.by_query`
     for why in _by_query(request):
-        asked[why] = BY_QUERY.get((which, why)) or BY_QUERY[which, why.rpartition(" ")[2]]
+        its_own = BY_QUERY.get((which, why)) if from_sides else None
+        asked[why] = its_own or BY_QUERY[which, why.rpartition(" ")[2]]
     for name, rows in asked.items():
         with_name = f" with {name}" if name else ""
         its = [row for row in rows if row.smallest <= head_dim <= row.largest]

@@ -99,12 +99,12 @@ def by_query(tensors: Tensors, options: Options, q: Tensor, k: Tensor) -> tuple[
     bounded = starts is not None or left >= 0 or (right >= 0 and not options.causal)
     if not bounded or (options.causal and lengths is None):
         return tensors, options
-    if starts is None and lengths is None and q.shape[2] <= k.shape[2]:
-        sides = (ANY if each < 0 else min(each, ANY) for each in (left, right))
-        return tensors, options._replace(left=next(sides), right=next(sides))
-    if lengths is not None or left >= 0 or right >= 0:
-        batch, q_len, kv_len = q.shape[0], q.shape[2], k.shape[2]
-        left, right = (ANY if each < 0 else min(each, ANY) for each in (left, right))
+    batch, q_len, kv_len = q.shape[0], q.shape[2], k.shape[2]
+    narrower = lengths is not None or left >= 0 or right >= 0  # than the documents
+    left, right = (ANY if each < 0 else min(each, ANY) for each in (left, right))
+    if starts is None and lengths is None and q_len <= kv_len:
+        return tensors, options._replace(left=left, right=right)
+    if narrower:
         first, last = (q.new_empty(batch, q_len, dtype=torch.int32) for _ in range(2))
         grid, numbers = (-(-q_len // TOKENS), batch, 1), (q_len, kv_len, left, right, TOKENS)
         launch(
@@ -254,7 +254,7 @@ def keys_of_queries_kernel(
 @triton.jit
 def largest_offsets(Offsets, bounds, documents):
     """For each document the largest offset up to its begin, and up to its end: the offsets themselves where they
-    ascend, else what does. documents: indices that ascend, -1 for the first offset as both, bounds - 1 for the last.
+    ascend, else their running maximum. documents: indices, -1 for the first offset as both, bounds - 1 for the last.
 
     A `cummax` before this kernel is another launch: 1.004 to 1.03 of a call's forward (kernels/log/hopper_masks.md).
     """

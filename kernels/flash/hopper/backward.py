@@ -77,7 +77,7 @@ def choose_dq_delay_of_few(columns: int, full_window: bool) -> int:
     With the delay a full window takes 0.95 to 0.97 of the time at 96 columns, 1.00 at 128, and 0.98 to 1.01 at 64,
     where it would spill 4 B; causal windows and documents take 1.00 to 1.04 (kernels/log/hopper_masks.md).
     """
-    return int(full_window and 64 < columns < 128)
+    return int(full_window and columns == 96)
 
 
 @functools.cache  # 12 us

@@ -27,7 +27,7 @@ from .block_masks import LISTS, Blocks, count_visited, list_of
 from .bounds import Bounds, end_keys, first_keys
 from .columns import multiply_parts, multiply_parts_into, no_sums, parts_of, rescale_sums, wait_for_sums
 from .dropout import Draw, draw_words, drop
-from .forward_output import Output, release_stored, store_output
+from .forward_output import Output, recomputes_tile, release_stored, store_output
 from .forward_schedule import (
     ROWS,
     ForwardSizes,
@@ -46,6 +46,8 @@ from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, re
 from .score_mods import alibi_of, modify_scores, score_exp2_scale
 from .softmax import first_softmax, pack, softmax, unpack, widen
 from .split_tiles import clear_rows, fetch_rows, make_tiles, tile_at
+
+NUMBERS = [*ForwardSizes._fields[: ForwardSizes._fields.index("bounds")], "left", "right", *LISTS]
 
 
 class Rings(NamedTuple):
@@ -304,9 +306,7 @@ def attend(
         mbarrier.arrive(rings.q.empty.index(slot))
     accs = wait_for_sums(issue_pv(p, accs, rings, stage, phase, SPEC))
     mbarrier.arrive(rings.v.empty.index(stage))
-    if (
-        SPEC.OUT_BY_TMA and SPEC.BOUNDED and SPEC.CAUSAL and SPEC.HEAD_DIM > 64
-    ):  # computed again: 4 to 28 B were spilled
+    if recomputes_tile(SPEC):
         tile_row, head, batch = decode_tile(opaque(index), sizes, SPEC)
         first_row, slot = tile_row + WHICH * ROWS, q_slot(opaque(ordinal), WHICH, SPEC)
     tile = rings.q.tiles[0].index(slot)
@@ -340,19 +340,7 @@ def consume(rings, claims, output, sizes, exp2_scale, WHICH: gl.constexpr, SPEC:
         tma.store_wait(0)  # a program's shared memory ends with it
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "q_len",
-        "kv_len",
-        "heads",
-        "batches",
-        "heads_per_group",
-        "tiles",
-        "left",
-        "right",
-        *LISTS,
-    ]
-)
+@gluon.jit(do_not_specialize=NUMBERS)
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, Out, Lse, OutLow, Counter, DocumentStart, KeyEnd, KeyBlocks, KvLengths, Seed, Sinks,
     Slopes, stride_ob, stride_oh, stride_om,
