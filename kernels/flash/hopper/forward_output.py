@@ -34,8 +34,7 @@ class Output(NamedTuple):
 @gluon.constexpr_function
 def recomputes_tile(spec):
     """Whether a consumer computes its tile's place again before it stores out: else 4 to 28 B are spilled."""
-    of_window_or_documents = spec.BOUNDED.value and spec.CAUSAL.value
-    return spec.OUT_BY_TMA.value and of_window_or_documents and spec.HEAD_DIM.value > 64
+    return bool(spec.OUT_BY_TMA and spec.BOUNDED and spec.CAUSAL and spec.HEAD_DIM > 64)
 
 
 @gluon.jit
