@@ -125,5 +125,38 @@ def test_heads_of_few_wide_tiles_are_dealt_one_by_one_or_all_together(batch: int
     with mock.patch.object(hopper, "launch") as launch:
         hopper.forward(q, q, q, q, q, q[..., 0].float(), Tensors(), Options(True, 1.0))
     prepare = launch.call_args.args[2]
-    _, _, (*_, heads_per_group, _tiles, _left, _b, _h, _width, _scale, spec), _ = prepare()
+    _, _, (*_, heads_per_group, _tiles, _left, _right, _b, _h, _width, _scale, spec), _ = prepare()
     assert (heads_per_group, spec.DYNAMIC.value) == (groups, False)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "q_len", "kv_len", "dealt"),
+    [
+        (64, True, 1024, 1024, True), (64, True, 2048, 2048, False), (128, True, 1024, 1024, False),
+        (64, False, 2048, 2048, True), (128, False, 2048, 4096, True), (128, False, 4096, 4096, False),
+        (256, False, 1024, 1024, True), (256, False, 2048, 2048, False), (208, False, 1024, 1024, False),
+        (64, False, 1024, 1000, False),
+    ],
+)  # fmt: skip
+def test_tiles_of_a_window_are_dealt_where_queries_are_few(
+    head_dim: int, causal: bool, q_len: int, kv_len: int, dealt: bool
+) -> None:
+    """A full window over as many keys as queries or more has no tables, so no launch but the forward's."""
+    from kernels.flash import masks
+    from kernels.flash.call import Options, Tensors
+    from kernels.flash.hopper import launch as hopper
+
+    q, k = (torch.empty(4, 4, length, head_dim, dtype=torch.bfloat16) for length in (q_len, kv_len))
+    options = Options(causal, 1.0, left=100, right=0 if causal else 50)
+    patched = mock.patch.object
+    with patched(hopper, "launch") as launch, patched(masks, "launch") as of_tables:
+        hopper.forward(q, k, k, q, q, q[..., 0].float(), Tensors(), options)
+    prepare = launch.call_args.args[2]
+    with patched(hopper, "sm_count", lambda device: 132):
+        _, _, (*_, heads_per_group, _tiles, left, right, _b, _h, _width, _scale, spec), _ = prepare()
+    tables = not causal and kv_len < q_len
+    assert of_tables.called == tables
+    apart = kv_len - q_len
+    assert (left, right) == ((masks.ANY, None) if tables else (100 - apart, None if causal else 50 + apart))
+    assert spec.DYNAMIC.value == (not dealt)
+    assert not dealt or heads_per_group == (66 if causal else 4)
