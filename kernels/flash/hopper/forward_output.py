@@ -53,9 +53,8 @@ def store_output(tile, accs, row_max, row_sum, output, first_row, head, batch, s
     heads, q_len = sizes.heads, sizes.q_len
     WINDOW: gl.constexpr = SPEC.BOUNDED and sizes.bounds.right is not None
     WIDE: gl.constexpr = SPEC.HEAD_DIM > 128 and SPEC.BY_QUERY and (sizes.KvLengths is not None or WINDOW)
-    if WIDE or recomputes_tile(
-        SPEC
-    ):  # opaque, or what the address needs is kept from before all tiles: up to 36 B
+    # Opaque: else what the address needs is kept from before all tiles, and up to 36 B are spilled.
+    if WIDE or recomputes_tile(SPEC):
         heads, q_len = opaque(heads), opaque(q_len)
     Lse = output.Lse + (batch.to(gl.int64) * heads + head) * q_len
     gl.store(Lse + rows, lse, mask=rows < sizes.q_len)
