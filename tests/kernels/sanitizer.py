@@ -165,6 +165,10 @@ def cases() -> dict[str, Callable[[], None]]:
         "hopper_full_window": lambda: attend(
             "hopper", 128, 130, 700, kv_heads=2, causal=False, window=(90, 20)
         ),
+        "hopper_full_window_to_the_left": lambda: attend(
+            "hopper", 64, 300, 300, causal=False, window=(90, 0)
+        ),
+        "hopper_wide_full_window": lambda: attend("hopper", 256, 300, 300, causal=False, window=(90, 20)),
         "hopper_window_padding": lambda: attend("hopper", 64, 300, 500, window=(90, 0), **padding(433, 1)),
         "hopper_wide_full_window_padding": lambda: attend(
             "hopper", 256, 300, 130, causal=False, window=(90, 20), **padding(77, 130)
