@@ -36,20 +36,43 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("softcap", {}, "hopper", "hopper", None),
         (
             "softcap",
-            {"head_dim": 80},
+            {"head_dim": 80, "length": 512},
             "triton",
             "triton",
-            "head_dim 64 or 128 or 136 to 256 with softcap, not 80",
+            "1024 queries or more with softcap, not 512",
         ),
         ("softcap window", {}, "hopper", "hopper", None),
-        ("softcap kv_lengths", {}, "triton", "triton", "attention without kv_lengths combined with softcap"),
-        ("alibi_slopes window", {}, "hopper", "hopper", None),
         (
-            "alibi_slopes precise_delta",  # of which the backward sees delta alone
+            "softcap kv_lengths",
             {},
             "triton",
             "hopper",
-            "attention without precise_delta combined with alibi_slopes",
+            "head_dim 128 or 136 to 256 with softcap and kv_lengths, not 64",
+        ),
+        (
+            "softcap precise_delta",
+            {"length": 4096},
+            "triton",
+            "hopper",
+            "8192 queries or more with softcap and precise_delta, not 4096",
+        ),
+        ("softcap precise_delta", {"length": 4096, "head_dim": 128}, "hopper", "hopper", None),
+        ("softcap precise_delta window", {"length": 4096, "head_dim": 128}, "hopper", "hopper", None),
+        (
+            "softcap cu_seqlens",
+            {"length": 1024, "heads": 64, "head_dim": 128},
+            "triton",
+            "hopper",
+            "2048 tiles of 128 queries or more with softcap and cu_seqlens",
+        ),
+        ("alibi_slopes cu_seqlens", {"length": 1024, "heads": 64}, "hopper", "hopper", None),
+        ("alibi_slopes window", {}, "hopper", "hopper", None),
+        (
+            "alibi_slopes precise_delta",  # of which the backward sees delta alone
+            {"length": 1024, "heads": 64},
+            "triton",
+            "hopper",
+            "2048 tiles of 128 queries or more with alibi_slopes and precise_delta",
         ),
         ("sinks", {}, "hopper", "hopper", None),
         ("sinks window", {}, "hopper", "hopper", None),
@@ -80,7 +103,13 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("softcap", {"tier": "hopper", "head_dim": 256}, "hopper", "hopper", None),
         ("softcap window", {"tier": "hopper", "head_dim": 256}, "hopper", "hopper", None),
         ("alibi_slopes cu_seqlens", {"tier": "hopper", "head_dim": 192}, "hopper", "hopper", None),
-        ("dropout_p", {}, "triton", "hopper", "head_dim 128 or 136 to 256 with dropout_p, not 64"),
+        (
+            "dropout_p",
+            {},
+            "triton",
+            "hopper",
+            "head_dim 72 to 120 or 128 or 136 to 256 with dropout_p, not 64",
+        ),
         ("dropout_p", {"head_dim": 128}, "hopper", "hopper", None),
         ("dropout_p window", {}, "triton", "triton", "attention without dropout_p combined with window"),
         ("window", {}, "hopper", "hopper", None),
@@ -95,11 +124,11 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         (
             "cu_seqlens",
-            {"causal": False, "length": 2048, "heads": 64},
+            {"causal": False, "length": 1024, "heads": 64},
             "triton",
             "hopper",
-            "2048 tiles of 128 queries or more with cu_seqlens and causal=False, or 4096 queries or more with "
-            "cu_seqlens and causal=False, not 2048",
+            "2048 queries or more with cu_seqlens and causal=False, not 1024, or "
+            "2048 tiles of 128 queries or more with cu_seqlens and causal=False",
         ),
         ("window", {"length": 512, "kv_len": 700}, "hopper", "hopper", None),
         ("cu_seqlens", {"length": 512, "kv_len": 512}, "hopper", "hopper", None),
@@ -224,24 +253,24 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         (
             "kv_lengths",
-            {"head_dim": 80},
+            {"head_dim": 80, "length": 512},
             "triton",
-            "triton",
-            "head_dim 64 or 128 or 136 to 256 with kv_lengths, not 80",
+            "hopper",
+            "1024 queries or more with kv_lengths, not 512",
         ),
         (
             "sinks",
-            {"head_dim": 80},
+            {"head_dim": 48},
             "triton",
             "hopper",
-            "head_dim 64 or 128 or 136 to 256 with sinks, not 80",
+            "head_dim 64 or 72 to 120 or 128 or 136 to 256 with sinks, not 48",
         ),
         (
             "dropout_p",
-            {"head_dim": 80},
+            {"head_dim": 80, "length": 1024, "heads": 32},
             "triton",
-            "triton",
-            "head_dim 128 or 136 to 256 with dropout_p, not 80",
+            "hopper",
+            "512 tiles of 128 queries or more",
         ),
         ("kv_lengths", WIDE, "hopper", "hopper", None),
         ("kv_lengths", FEW_WIDE, "triton", "triton", "128 tiles of 128 queries or more with kv_lengths"),
@@ -256,10 +285,10 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("sinks kv_lengths", WIDE, "hopper", "hopper", None),
         (
             "softcap kv_lengths",
-            WIDE | {"head_dim": 136},
+            WIDE | {"head_dim": 136, "heads": 64},
             "triton",
             "triton",
-            "attention without kv_lengths combined with softcap",
+            "1024 tiles of 128 queries or more with softcap and kv_lengths",
         ),
         ("softcap kv_lengths", {"head_dim": 136, "tier": "hopper"}, "hopper", "hopper", None),
         ("sinks", WIDE, "hopper", "hopper", None),
@@ -305,11 +334,12 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ),
         (
             "alibi_slopes kv_lengths",
-            WIDE | {"head_dim": 160},
+            WIDE | {"head_dim": 160, "heads": 32},
             "triton",
             "triton",
-            "attention without kv_lengths combined with alibi_slopes",
+            "512 tiles of 128 queries or more with alibi_slopes and kv_lengths",
         ),
+        ("alibi_slopes kv_lengths", WIDE | {"head_dim": 160, "heads": 64}, "hopper", "hopper", None),
         (
             "alibi_slopes kv_lengths",
             {"head_dim": 200, "tier": "hopper"},
@@ -328,11 +358,17 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("kv_lengths window", {"tier": "hopper"}, "hopper", "hopper", None),
         ("", {"tier": "triton"}, "triton", "triton", None),
         ("", {"head_dim": 80}, "hopper", "hopper", None),
-        ("", {"head_dim": 80, "length": 256}, "triton", "hopper", "512 queries or more, not 256"),
+        (
+            "",
+            {"head_dim": 80, "length": 256},
+            "triton",
+            "hopper",
+            "512 queries or more, not 256",
+        ),
         ("", {"head_dim": 16}, "triton", "triton", "head_dim 40 to 120 or 128 or 136 to 256, not 16"),
         (
             "",
-            {"head_dim": 32, "length": 1024},
+            {"head_dim": 32, "length": 512},
             "triton",
             "triton",
             "head_dim 40 to 120 or 128 or 136 to 256, not 32",
@@ -351,11 +387,13 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("", {"head_dim": 192, "length": 128, "heads": 1024}, "hopper", "triton", None),
         (
             "window",
-            {"head_dim": 80},
+            {"head_dim": 32, "length": 4096},
             "triton",
             "triton",
-            "head_dim 64 or 128 or 136 to 256 with window, not 80",
+            "head_dim 40 to 120 or 128 or 136 to 256, not 32",
         ),
+        ("window", {"head_dim": 80}, "hopper", "hopper", None),
+        ("window", {"head_dim": 96, "causal": False}, "hopper", "hopper", None),
         ("", {"head_dim": 32, "tier": "hopper"}, "hopper", "hopper", None),
         ("", {"head_dim": 256, "tier": "hopper"}, "hopper", "hopper", None),
         ("window", {"head_dim": 136, "tier": "hopper"}, "hopper", "hopper", None),
@@ -408,7 +446,9 @@ def test_users_are_told_why_a_hopper_gpu_runs_portable_kernels(monkeypatch: pyte
     few = why_portable("flash", **asked | FEW_WIDE, sinks=True)
     assert few == "the forward for Hopper needs 128 tiles of 128 queries or more with sinks"
     one = why_portable("flash", **asked, dropout_p=0.1)
-    assert one == "the forward for Hopper needs head_dim 128 or 136 to 256 with dropout_p, not 64"
+    assert (
+        one == "the forward for Hopper needs head_dim 72 to 120 or 128 or 136 to 256 with dropout_p, not 64"
+    )
     assert why_portable("flash", **asked, dropout_p=0.1, tier="triton") is None  # as asked for
     assert why_portable("sdpa", **asked) is None
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: False)
