@@ -109,7 +109,17 @@ def produce(q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC: gl.cons
     """The producer warp: load one tile of queries after another, in the order of forward_schedule.py."""
     stage = 0
     phase = 0
-    if SPEC.DYNAMIC:
+    if SPEC.CLAIMS_LATE:
+        ordinal = 0
+        index = publish_claim(gl.program_id(0), claims, ordinal, sizes.tiles)
+        while index >= 0:
+            stage, phase = fetch_tile(
+                index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, sizes, SPEC
+            )
+            pending = issue_claim(Counter) + gl.num_programs(0)
+            ordinal += 1
+            index = publish_claim(pending, claims, ordinal, sizes.tiles)
+    elif SPEC.DYNAMIC:
         ordinal = 0
         index = publish_claim(issue_claim(Counter), claims, ordinal, sizes.tiles)
         while index >= 0:

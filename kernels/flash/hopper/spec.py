@@ -34,6 +34,8 @@ class ForwardSpec:
     BY_QUERY: gl.constexpr  # of these, with bounds by query in place of the causal mask
     LISTED: gl.constexpr  # block mask (block_masks.py)
     DYNAMIC: gl.constexpr  # dynamic tile scheduling (scheduler.py); else static
+    # The next tile is claimed when all keys of a tile are on their way, not when its first are; the first is dealt.
+    CLAIMS_LATE: gl.constexpr
     EXP_BEFORE_WAIT: gl.constexpr  # exponentials before the wait for P V, not after it (`pipelined_step`)
     CONSUMERS: gl.constexpr
     Q_SLOTS: gl.constexpr  # tiles of Q in shared memory, each for one consumer, and if OUT_BY_TMA its out
@@ -148,6 +150,7 @@ def specify(
         BY_QUERY=gl.constexpr(bounded and not causal),
         LISTED=gl.constexpr(listed),
         DYNAMIC=gl.constexpr(dynamic),
+        CLAIMS_LATE=gl.constexpr(dynamic and bounded and not window),
         EXP_BEFORE_WAIT=gl.constexpr(before_wait),
         CONSUMERS=gl.constexpr(consumers),
         # Two for each consumer; at width 256 there is room for three, so one consumer's next Q is fetched early.
