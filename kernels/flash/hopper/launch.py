@@ -35,6 +35,9 @@ BESIDE = {"num_warps": 8}
 WITH_DOCUMENTS = 16
 # The same of dQ above head_dim 128: 0.95 to 0.98 of the backward's time from 4096 tokens on, with 16 up to 1.00.
 DQ_WITH_DOCUMENTS = 32
+# With tables and up to so many tiles of 128 queries a program, the forward claims late: 0.90 to 0.99 of the time,
+# with one tile 1.01. With 31 and more it takes up to 1.025, under the causal mask (kernels/log/hopper_masks.md).
+LATE = 24
 HEADS = 128  # with few tiles: fewer, in small groups, give the busiest program up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
@@ -89,7 +92,9 @@ def forward(
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     features = (bounded, listed, padded, drop, options.softcap, options.precise_delta)
     window = left >= 0 and tensors.document_starts is None and not padded
-    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features, full, window)
+    late = tensors.document_starts is not None
+    late = late and heads * batch * -(-q_len // (2 * ROWS.value)) <= LATE * sm_count(q.device)
+    spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features, full, window, late)
 
     def prepare() -> Launch:
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
@@ -139,9 +144,9 @@ def _forward_heads_per_group(
     a head has few tiles, and there are `HEADS` or more, the smallest groups balance too, and read a head's keys
     together: 0.93 to 1.00 of the time (LOG.md). few: whether that is so.
 
-    With documents the last tiles of a group are not those with the fewest keys, and a program claims its tiles up to
-    two ahead: in a last group of few heads, a program has long tiles left when the others have none. (The last group
-    may still have fewer than `WITH_DOCUMENTS`, where it does not divide.)
+    With documents the last tiles of a group are not those with the fewest keys, and where there are many a program
+    claims them up to two ahead: in a last group of few heads, it has long tiles left when the others have none. (The
+    last group may still have fewer than `WITH_DOCUMENTS`, where it does not divide.)
     """
     if few:
         return 1 if k.shape[3] > 64 else 2

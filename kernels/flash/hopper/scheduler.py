@@ -4,7 +4,9 @@ One program runs for each SM, and the next work item goes to whichever program i
 claimed in ascending order, by programs that are running. So an item may wait for earlier ones (dq.py does)
 without deadlock, wherever and whenever the GPU schedules the programs.
 
-In each program one warp claims, one item ahead of the others, and passes them the index through shared memory.
+In each program one warp claims, one item ahead of the others, and passes them the index through shared memory. It
+claims when it begins to fetch an item, or, where items are few and of unequal cost, when all of one is being fetched:
+else those that are left are all claimed while most programs are at their first.
 """
 
 from triton.experimental import gluon
