@@ -95,6 +95,18 @@ def _is_window_of_few_queries(sample: Mapping[str, Any]) -> bool:
     return windowed and few and "flash" in sample.get("ms", ())
 
 
+def _is_few_documents(sample: Mapping[str, Any]) -> bool:
+    """Of up to 24 tiles a program, as at 16k tokens of 16 heads; of 32 heads there are more."""
+    return sample.get("bound") == "documents" and sample.get("head_dim") == 128
+
+
+def _is_of_short_rows_at_32(sample: Mapping[str, Any]) -> bool:
+    return sample.get("feature") == "head_dim" and (sample.get("head_dim"), sample.get("length")) == (
+        32,
+        1024,
+    )
+
+
 def _is_of_order_at_128(sample: Mapping[str, Any]) -> bool:
     return (sample.get("kind"), sample.get("head_dim")) == ("order", 128)
 
@@ -172,4 +184,16 @@ _faster_since(
     "windows at head_dim 64 in rows of up to 1024 tokens: with one of 512 the forward took 1.02 of the time that it "
     "takes now; others were not timed again",
     _is_window_of_few_queries,
+)
+_faster_since(
+    "97aec86e81",
+    "head_dim 32 at 1024 tokens: the backward, on the portable kernels, took 1.04 of the time that it takes now",
+    _is_of_short_rows_at_32,
+)
+# `produce` before the forward with documents claimed late where tiles are few.
+_faster_since(
+    "506caa9b83",
+    "documents at head_dim 128: the forward took, by single rows of 8,192 and 16,384 tokens, 1.02 of the time "
+    "that it takes now",
+    _is_few_documents,
 )

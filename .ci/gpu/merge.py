@@ -133,8 +133,8 @@ def slices(documents: list[Document]) -> Document:
 
 def over(whole: Document, documents: list[Document], commit: str) -> Document:
     """A document with the points that every process timed again, or the one that is to, in place of its own,
-    which may have failed, and with those that it lacks. They name their commit, by which `again` has what that one's
-    figures depend on: the document stays one of the older code."""
+    which may have failed, and with those that it lacks, by however many processes. They name their commit, by which
+    `again` has what that one's figures depend on: the document stays one of the older code."""
 
     def point(sample: dict) -> str:
         return json.dumps({k: v for k, v in sample.items() if k not in NO_PLACE}, sort_keys=True)
@@ -149,7 +149,8 @@ def over(whole: Document, documents: list[Document], commit: str) -> Document:
             if "ms" in sample:
                 found[point(sample)][sample.get("process")] = {**sample, "again": commit}
     every = set(range(whole["settings"]["processes"]))
-    again = {at: its for at, its in found.items() if its.keys() in (every, {None})}
+    had = {point(each) for each in whole["samples"]}
+    again = {at: its for at, its in found.items() if its.keys() in (every, {None}) or at not in had}
     samples = [each for each in whole["samples"] if point(each) not in again]
     known = {check(each) for each in samples}
     checks = {check(sample): sample for each in documents for sample in each["samples"] if "ms" not in sample}
@@ -158,7 +159,6 @@ def over(whole: Document, documents: list[Document], commit: str) -> Document:
     for name in getattr(ALL[whole["experiment"]].module, "SELECTION", ()):
         asked = [value for each in (whole, *documents) for value in each["settings"].get(name, ())]
         settings[name] = list(dict.fromkeys(asked))
-    had = {point(each) for each in whole["samples"]}
     print(f"  {len(had & again.keys())} points again, {len(again.keys() - had)} more")
     last = newest(documents)
     return {
