@@ -42,6 +42,7 @@ CONTENDERS = {
     "ours, flash, torch's other layers": ("flash",),
     "ours, torch's attention and layers": ("sdpa",),
     "ours, standard attention, torch's other layers": ("standard",),
+    "ours, standard attention cut to its mask, same layers": ("standard+cut",),
     "ours, naive, torch's other layers": ("naive",),
     "nanoGPT's model, with GPT-2's biases / without": ("nanogpt_biases", "nanogpt"),
     "Hugging Face's, its eager attention": ("hf_eager",),
