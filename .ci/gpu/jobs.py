@@ -216,7 +216,7 @@ ATTENTION = (
 for number, (what, select) in enumerate(ATTENTION, 1):
     JOBS[f"attention_{number}"] = Job(what, measure(f"slice reproduce attention --select {select}"))
 
-# A process takes a minute or more before its first time: FlashAttention-4 compiles.
+# The first process takes a minute or more before its first time: FlashAttention-4 compiles.
 FEATURES = (
     ("softcap against other libraries", "features=softcap"),
     ("ALiBi against other libraries", "features=alibi_slopes"),
