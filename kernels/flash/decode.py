@@ -40,7 +40,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     parts: int | None = None,
 ) -> Tensor:
-    """Attention of each row's last tokens to all of its tokens, causal.
+    """Attention of each row's last tokens to all of its tokens, causal. Autocast casts nothing here: it would copy
+    the cache for every token.
 
     Args:
         q: (batch, heads, q_len, head_dim): the queries of the last q_len tokens, as a rule 1.
@@ -57,7 +58,9 @@ def decode_attention(
         AttentionError: names the argument that is not supported.
     """
     check_inputs(q, k, v)
-    check_features(q, k, window=None if window is None else (window, -1), softcap=softcap, sinks=sinks)
+    check_features(q, k, softcap=softcap, sinks=sinks)
+    if window is not None and (not isinstance(window, int) or window < 0):
+        raise AttentionError(f"window must be a count of keys before the query's own, got {window}")
     batch, heads, q_len, head_dim = q.shape
     if reason := refuses_inputs(q.device, q.dtype, head_dim, INTERPRETED):
         raise AttentionError(f"decode_attention: {reason}")

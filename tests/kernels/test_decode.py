@@ -85,6 +85,8 @@ def test_what_it_cannot_do_is_refused_in_one_line() -> None:
         decode_attention(q, k, v, lengths, sinks=torch.zeros(2, device=DEVICE))
     with pytest.raises(AttentionError, match="softcap must be positive and finite, or 0 for none, got -1"):
         decode_attention(q, k, v, lengths, softcap=-1.0)
+    with pytest.raises(AttentionError, match=r"window must be a count of keys .*, got \(3, 0\)"):
+        decode_attention(q, k, v, lengths, window=(3, 0))
     with pytest.raises(AttentionError, match="has no gradient: call it under"):
         decode_attention(q.requires_grad_(), k, v, lengths)
 
