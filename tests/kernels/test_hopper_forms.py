@@ -160,3 +160,24 @@ def test_tiles_of_a_window_are_dealt_where_queries_are_few(
     assert (left, right) == ((masks.ANY, None) if tables else (100 - apart, None if causal else 50 + apart))
     assert spec.DYNAMIC.value == (not dealt)
     assert not dealt or heads_per_group == (66 if causal else 4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "documents", "late"), [(99, True, True), (100, True, False), (2, True, True), (2, False, False)]
+)
+def test_tiles_of_documents_are_claimed_late_up_to_24_a_program(
+    heads: int, documents: bool, late: bool
+) -> None:
+    """4096 queries are 32 tiles a head."""
+    from kernels.flash.call import Options, Tensors
+    from kernels.flash.hopper import launch as hopper
+
+    q = torch.empty(1, heads, 4096, 64, dtype=torch.bfloat16, device="meta")
+    bounds = torch.zeros(1, 4096, dtype=torch.int32, device="meta") if documents else None
+    tensors = Tensors(document_starts=bounds, document_ends=bounds)
+    patched = mock.patch.object
+    with patched(hopper, "launch") as launch, patched(hopper, "sm_count", lambda device: 132):
+        hopper.forward(q, q, q, q, q, q[..., 0].float(), tensors, Options(True, 1.0))
+        _, _, numbers, _ = launch.call_args.args[2]()
+    assert numbers[-1].CLAIMS_LATE.value == late
+    assert numbers[-1].DYNAMIC.value
