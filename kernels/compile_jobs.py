@@ -131,6 +131,10 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
                 jobs += [
                     Job(90, each, head_dim, causal, None, feature=feature, length=length) for each in kernels
                 ]
+    # With tables, few tiles are claimed late (`launch.LATE`).
+    for job in [job for job in jobs if job.kernel == "hopper_forward"]:
+        if "cu_seqlens" in job.feature or {"window", "kv_lengths"} <= set(job.feature.split()):
+            jobs.append(replace(job, feature=f"{job.feature} late"))
     # Keys that a window hides from every query (`launch._clears_unseen`).
     windows = [job for job in jobs if job.kernel == "hopper_backward" and "window" in job.feature.split()]
     tables = {"cu_seqlens", "kv_lengths"}  # padding is by query, and documents have as many keys as queries

@@ -286,8 +286,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     uses |= {"softcap": softcap, "precise": "precise_delta" in words, "group": group}
     uses["full"] = not job.causal and "cu_seqlens_k" not in words
     uses["window"] = bounded and "cu_seqlens" not in words and not padded and job.kernel == "hopper_forward"
-    few = job.length <= 1024 or not job.causal  # so that each form is compiled
-    uses["late"] = few and bounded and not uses["window"] and job.kernel == "hopper_forward"
+    uses["late"] = "late" in words
     spec = forward_spec.specify(job.head_dim, causal, *lengths, **uses)
     if job.kernel == "hopper_dq":
         return {"SPEC": spec, **absent, **no_left}

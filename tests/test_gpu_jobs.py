@@ -205,7 +205,7 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
     assert changed_since({**newest, "again": {"def": {"kernel": "of no definition"}}}) == ["kernel"]
     assert timed_again({"samples": [{"context": 2048, "again": "def"}]}) == "lengths 2048 at def"
     # A point and a check of their own join it, once.
-    more = [timed(8192, n, 3.0) for n in range(2)]
+    more = [*(timed(8192, n, 3.0) for n in range(2)), timed(512, 0, 3.0)]
     check = {"kind": "check", "contender": "flash", "errors": [0.5]}
     settings = {"processes": 2, "lengths": [8192]}
     memory = {"kind": "memory", "contender": "flash", "peak_bytes": 5}
@@ -221,6 +221,11 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
         *({**each, "again": "def"} for each in more),
     ]
     assert joined["settings"]["lengths"] == [8192]
+    # The process that it lacks joins that of one alone.
+    (folder / "attention.partial.json").write_text(json.dumps({**other, "samples": [timed(512, 1, 3.0)]}))
+    subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    last = json.loads((into / "attention.json").read_text())["samples"][-2:]
+    assert [(each["length"], each["process"]) for each in last] == [(512, 0), (512, 1)]
     (into / "attention.json").write_text(json.dumps(merged))
     # Once more, and one process twice, which is no other process.
     (folder / "attention.partial.json").write_text(json.dumps({**said, **new, "samples": [*again, again[2]]}))

@@ -133,7 +133,7 @@ def slices(documents: list[Document]) -> Document:
 
 def over(whole: Document, documents: list[Document], commit: str) -> Document:
     """A document with the points that every process timed again, or the one that is to, in place of its own,
-    which may have failed, and with those that it lacks, by however many processes. They name their commit, by which
+    which may have failed, and with those that it lacks, also of some processes. They name their commit, by which
     `again` has what that one's figures depend on: the document stays one of the older code."""
 
     def point(sample: dict) -> str:
@@ -149,9 +149,12 @@ def over(whole: Document, documents: list[Document], commit: str) -> Document:
             if "ms" in sample:
                 found[point(sample)][sample.get("process")] = {**sample, "again": commit}
     every = set(range(whole["settings"]["processes"]))
-    had = {point(each) for each in whole["samples"]}
-    again = {at: its for at, its in found.items() if its.keys() in (every, {None}) or at not in had}
-    samples = [each for each in whole["samples"] if point(each) not in again]
+    had: dict[str, set[int]] = defaultdict(set)
+    for each in whole["samples"]:
+        had[point(each)].add(each.get("process"))
+    anew = {at for at, its in found.items() if its.keys() in (every, {None})}
+    again = {at: its for at, its in found.items() if at in anew or its.keys().isdisjoint(had[at])}
+    samples = [each for each in whole["samples"] if point(each) not in anew]
     known = {check(each) for each in samples}
     checks = {check(sample): sample for each in documents for sample in each["samples"] if "ms" not in sample}
     samples += [each for at, each in checks.items() if at not in known]
@@ -159,7 +162,9 @@ def over(whole: Document, documents: list[Document], commit: str) -> Document:
     for name in getattr(ALL[whole["experiment"]].module, "SELECTION", ()):
         asked = [value for each in (whole, *documents) for value in each["settings"].get(name, ())]
         settings[name] = list(dict.fromkeys(asked))
-    print(f"  {len(had & again.keys())} points again, {len(again.keys() - had)} more")
+    print(
+        f"  {len([at for at in anew if had[at]])} points again, {len([at for at in again if not had[at]])} more"
+    )
     last = newest(documents)
     return {
         **whole,

@@ -106,7 +106,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("backward", ""): (
         Faster(64, 64, tiles=256),  # 0.64 to 1.02; few 0.82 to 1.48
         Faster(128, 128),  # 0.49 to 0.90; few 0.57 to 1.08
-        Faster(32, 32, 2048, 1024),  # causal, 4096 and 16,384 queries: 0.80, 0.75; others not timed
+        Faster(32, 32, 2048, 1024),  # 4096 and 16,384 queries: 0.75 to 0.80; others not timed
         NARROW_BACKWARD,
         Faster(40, 56, 512, 1024),  # 48: 0.60 to 0.81
         Faster(72, 120),  # 0.45 to 0.66; few 0.86 and 0.87. 16: 1.11 to 1.49
@@ -138,8 +138,9 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
     ),
     ("forward", "causal=False"): (  # documents, with a window too
         Faster(64, 64, tiles=2048),  # 0.71 to 0.97; few 1.00 to 1.33
-        Faster(64, 64, 4096, 1024),  # 0.84, 0.85
-        Faster(64, 64, 2048, 512),  # one row of 2048: 0.88; 1024 queries 1.00 to 1.33
+        Faster(
+            64, 64, 2048, 512
+        ),  # one row of 2048: 0.88, rows of 4096: 0.84, 0.85; 1024 queries 1.00 to 1.33
         Faster(128, 128, tiles=512),  # 0.65 to 0.92; few 1.23, 1.24
         Faster(128, 128, 2048, 256),  # one row of 2048: 0.75
         MIDDLE_MODS,  # 0.65 to 0.69
@@ -196,7 +197,7 @@ PAIRS: dict[tuple[str, str, str], tuple[Faster, ...]] = {
     ),
     ("forward", "softcap", "precise_delta"): (
         Faster(128, 128, tiles=128),  # 0.71 to 0.87, with a window too 0.89. 64: 0.92 to 1.31
-        Faster(64, 64, 8192, 2048),  # causal, 16,384 queries: 0.95
+        Faster(64, 64, 8192, 2048),  # causal, 16,384 queries: 0.95; full, 4096: 0.99
         WIDE_MANY,
     ),
     ("backward", "alibi_slopes", "kv_lengths"): (
@@ -327,19 +328,20 @@ def _needs_to_be_faster(which: str, request: AttentionRequest) -> str | None:
             return f"head_dim {' or '.join(dims)}{with_name}, not {head_dim}"
         if others := sorted(features - {name} - TIMED_WITH.get(name, features)):
             return f"attention without {others[0]} combined with {name}"
-        if length is not None and (needed := _rows_need(its, length, heads)):
-            return ", or ".join(each.format(with_name) for each in needed)
+        if length is not None and (needed := _nearest(its, length, heads, with_name)):
+            return ", or ".join(needed)
     return None
 
 
-def _rows_need(rows: list[Faster], length: int, heads: int | None) -> list[str]:
-    """What would do for one of the rows to take the call: more queries, or more tiles; none where one takes it."""
+def _nearest(rows: list[Faster], length: int, heads: int | None, with_name: str) -> list[str]:
+    """The fewest queries, and the fewest tiles, that one of the rows asks for and the call lacks; none where one
+    takes the call."""
     longer = [row.queries for row in rows if length < row.queries]
     more = [row.tiles for row in rows if length >= row.queries]
     if more and (heads is None or heads * -(-length // TILE) >= min(more)):
         return []
-    needed = [f"{min(longer)} queries or more{{}}, not {length}"] if longer else []
-    return needed + ([f"{min(more)} tiles of {TILE} queries or more{{}}"] if more else [])
+    needed = [f"{min(longer)} queries or more{with_name}, not {length}"] if longer else []
+    return needed + ([f"{min(more)} tiles of {TILE} queries or more{with_name}"] if more else [])
 
 
 def refuses(request: AttentionRequest) -> str | None:

@@ -251,7 +251,7 @@ def test_250_repeats_by_query_agree_bit_for_bit(length: int, name: str, head_dim
     ("head_dim", "name"),
     [(each, name) for each in (64, 128) for name in ("kv_lengths", "dropout")]
     + [(256, name) for name in ("softcap window", "alibi documents", "kv_lengths")]
-    + [(each, "own_offsets kv_lengths") for each in (64, 128, 256)],
+    + [(each, name) for name in ("own_offsets kv_lengths", "documents") for each in (64, 128, 256)],
 )
 def test_any_number_of_programs_gives_the_same(head_dim: int, name: str, programs: int) -> None:
     *tensors, d_out = inputs(

@@ -34,9 +34,7 @@ class ForwardSpec:
     BY_QUERY: gl.constexpr  # of these, with bounds by query in place of the causal mask
     LISTED: gl.constexpr  # block mask (block_masks.py)
     DYNAMIC: gl.constexpr  # dynamic tile scheduling (scheduler.py); else static
-    CLAIMS_LATE: (
-        gl.constexpr
-    )  # of those, when all of the tile before is being fetched, not when its first keys are
+    CLAIMS_LATE: gl.constexpr  # dynamic, and the next tile is claimed when all of one is being fetched
     EXP_BEFORE_WAIT: gl.constexpr  # exponentials before the wait for P V, not after it (`pipelined_step`)
     CONSUMERS: gl.constexpr
     Q_SLOTS: gl.constexpr  # tiles of Q in shared memory, each for one consumer, and if OUT_BY_TMA its out
@@ -110,7 +108,7 @@ def specify(
         precise: what rounding takes from out is stored too.
         full: of bounds by query, that they are those of a call without a causal mask.
         window: the sides of a window, and nothing else, bound what tiles see. The dQ above 128 has no use for it.
-        late: tiles whose cost only tables know are few; nor for this.
+        late: there are few tiles, and tables alone know what each costs: each is claimed late. Likewise.
     """
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
@@ -153,7 +151,7 @@ def specify(
         BY_QUERY=gl.constexpr(bounded and not causal),
         LISTED=gl.constexpr(listed),
         DYNAMIC=gl.constexpr(dynamic),
-        CLAIMS_LATE=gl.constexpr(late),
+        CLAIMS_LATE=gl.constexpr(dynamic and late),
         EXP_BEFORE_WAIT=gl.constexpr(before_wait),
         CONSUMERS=gl.constexpr(consumers),
         # Two for each consumer; at width 256 there is room for three, so one consumer's next Q is fetched early.
