@@ -53,7 +53,7 @@ REPEATABLE = (FLEX, DETERMINISTIC)  # others whose gradients are the same in eve
 NAMES = {"softcap": "softcap", "alibi_slopes": "ALiBi", "sinks": "sinks", "dropout_p": "dropout"}
 NAMES |= {PADDING: "key padding", WINDOW: f"window of {WIDTH} over twice as many keys"}
 NAMES |= {HEAD_DIM: "another head_dim", PRECISE: "precise_delta"}
-# Of pictures, whose titles have half a line.
+# Of pictures, whose titles have a third of a line.
 SHORT = {HEAD_DIM: "", WINDOW: "window over 2x keys, "}
 SELECTION = ("features", "head_dims", "other_head_dims")
 NEEDED = ("features", "lengths", "head_dims", "other_head_dims")
@@ -170,12 +170,13 @@ def time_all(attends: dict[str, Attend], workload: Workload, options: Options) -
 
 def draw(results: Results, path: Path) -> None:
     """The others' time of forward and backward over flash's, causal where both masks were timed, a panel for each
-    feature and head_dim.
+    feature and head_dim; a row for a feature, and other head_dims last.
 
     Contenders for which the device waited are not drawn.
     """
     panels: dict[str, dict[str, dict[float, float]]] = {}
-    for sample in timed(results, kind="time"):
+    rows = {name: (name == HEAD_DIM, row) for row, name in enumerate(NAMES)}
+    for sample in sorted(timed(results, kind="time"), key=lambda s: (rows[s["feature"]], s["head_dim"])):
         if not sample["causal"] and sample["feature"] != PADDING:
             continue
         what = SHORT.get(sample["feature"], f"{NAMES[sample['feature']]}, ")
@@ -187,7 +188,7 @@ def draw(results: Results, path: Path) -> None:
                 label = "flash+without it" if name == WITHOUT else name  # dashed
                 panel.setdefault(label, {})[sample["length"]] = over.median
     drawn = [plots.lines(title, lines, up="time over flash's") for title, lines in panels.items()]
-    plots.draw(path, f"Forward + backward with a feature, {results['device']}", drawn, columns=2)
+    plots.draw(path, f"Forward + backward with a feature, {results['device']}", drawn)
 
 
 def libraries(sample: Sample) -> list[str]:
