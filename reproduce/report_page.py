@@ -21,8 +21,8 @@ HOW_TO_READ = (
     "Standard attention is the fastest of the eager forms timed here. On an H200 at 1024 to 4096 tokens that is "
     "standard+cut, always with padding, and under a causal mask but at head_dim 256 and 1024 tokens: it reads the "
     "mask only where it hides something, takes as little as 0.57 of the others' time, and no paper's baseline did "
-    "so. C6 is missed by it alone. In training steps the H200 has it, eager and compiled at 1024, and of GPT-3 "
-    "compiled at 2048; the H100, and steps as CUDA graphs, do not.",
+    "so. C6 is missed by it alone. In training steps it was timed on the H200 alone, "
+    "at 1024, and GPT-3's compiled at 2048.",
     "Of figures of one kind the first table has the least flattering; a figure that several GPUs have counts once, "
     "by the worst that could be compared.",
 )
