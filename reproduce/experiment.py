@@ -140,7 +140,7 @@ ATTENTIONS = (
     *("kernels.flash.hopper.spec.specify", "kernels.flash.hopper.backward_schedule.BLOCK_M"),  # Hopper's
     "kernels.flash.hopper.launch._prepare_backward",  # its groups
     "kernels.flash.hopper.launch.BESIDE",  # warps
-    "kernels.flash.dispatch.FASTER",  # where `auto` takes them
+    "kernels.flash.faster.FASTER",  # where `auto` takes them
     *("kernels.history", "kernels.history.flash1.FORWARD", "kernels.history.flash1.BACKWARD"),
     *("kernels.history.chunked.chunked_attention", "kernels.naive.naive_attention"),
     *("kernels.library.sdpa", "kernels.library.flex"),

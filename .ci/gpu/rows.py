@@ -1,6 +1,6 @@
 """What a race means for `auto`: python .ci/gpu/rows.py RACE.json ..., of files/race.py's parts combined and untimed.
 
-Prints rows of kernels/flash/dispatch.py's FASTER as these samples alone ask for them, with the times over the
+Prints rows of kernels/flash/faster.py's FASTER as these samples alone ask for them, with the times over the
 portable kernels' for a comment; then, of features with each other, of lengths apart and of bounds without the causal
 mask (BY_QUERY), what they took; and all points at which today's `auto` takes the slower kernels. Edit the table and
 run it again.
@@ -16,7 +16,8 @@ import statistics
 
 import torch
 
-from kernels.flash.dispatch import TILE, hopper_needs
+from kernels.flash.dispatch import hopper_needs
+from kernels.flash.faster import TILE
 from kernels.registry import AttentionRequest
 
 GAIN = 0.98  # a gain below 2 % is none
