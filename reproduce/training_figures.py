@@ -240,7 +240,7 @@ def _judge_table_4(results: Results, found: Verdicts) -> None:
 
 
 def _apart(sample: Sample, other: Sample) -> str:
-    """Whether two samples are of different runs."""
+    """What a ratio says of two samples that were not timed in one run, else ""."""
     if sample["part"] != other["part"]:
         return f"; {other['context']} in part {other['part']}, timed apart"
     return "" if sample.get("again") == other.get("again") else "; timed apart"

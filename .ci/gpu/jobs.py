@@ -82,7 +82,7 @@ for name, what in {
     "wide_padding 0": "padding, dropout and sinks at head_dim 136 to 256 on the Hopper kernels",
     "wide_dropout 0": "new forms with dropout, and ALiBi with padding, at head_dim 136 to 192 on the Hopper kernels",
     "full 0": "full documents and windows, and windows with key padding, on the Hopper kernels",
-    "untimed 0": "softcap and ALiBi beside others, features at head_dim 32, 80 and 96: not in auto, as never timed",
+    "untimed 0": "softcap and ALiBi beside others, features at head_dim 32, 80 and 96, on the Hopper kernels",
     "untimed 1": "the same in another process",
     "lengths 0": "features at 128 to 65,536 tokens, where benchmarks features has no point, beside other libraries",
     "by_query 0": "documents whose keys have offsets of their own, or key padding, on the Hopper kernels",

@@ -4,8 +4,8 @@ PART: plain (head_dim 64 and 128), ours (the same without PyTorch's), wide (136 
 features, wide_features and wide_padding (136 to 256), wide_dropout (dropout, and ALiBi beside padding, where neither
 was taken before), by_query (documents whose keys have offsets of their own, or with key padding), full (documents and
 windows, and windows with padding), lengths (single features at the lengths that benchmarks features has not), untimed
-(softcap and ALiBi with precise_delta, documents or padding, features at head_dim 32, 80 and 96: what tier=hopper has
-and `auto` does not take, as nobody timed it), combined (features with each other and of other sizes). ../rows.py
+(softcap and ALiBi with precise_delta, documents or padding, features at head_dim 32, 80 and 96, which `auto` did not
+take before anyone had timed them), combined (features with each other and of other sizes). ../rows.py
 reads the last two.
 END: seconds since 1970 at which to stop.
 Seed 0 first holds each kind to the accuracy gate and repeats it 20 times bit for bit. Then all take shuffled turns.
