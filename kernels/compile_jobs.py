@@ -137,7 +137,10 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
             jobs.append(replace(job, feature=f"{job.feature} late"))
     # Keys that a window hides from every query (`launch._clears_unseen`).
     windows = [job for job in jobs if job.kernel == "hopper_backward" and "window" in job.feature.split()]
-    tables = {"cu_seqlens", "kv_lengths"}  # padding is by query, and documents have as many keys as queries
+    tables = {
+        "cu_seqlens",
+        "kv_lengths",
+    }  # `clear_kernel` has them beside padding; documents have as many keys
     windows = [job for job in windows if head_dim == 128 and tables.isdisjoint(job.feature.split())]
     jobs += [replace(job, feature=f"{job.feature} unseen") for job in windows]
     plain = [job for job in jobs if not job.feature]

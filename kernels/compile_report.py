@@ -255,7 +255,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     bounded = "cu_seqlens" in words or "window" in words
     by_query = bounded and ("cu_seqlens_k" in words or padded or not job.causal)  # `masks.by_query`
     causal = job.causal and not by_query
-    tables = by_query and ("cu_seqlens" in words or padded)
+    tables = by_query and "cu_seqlens" in words
     absent = {} if "cu_seqlens" in words or tables else dict.fromkeys(["DocumentStart", "DocumentEnd"])
     if not tables:
         absent |= dict.fromkeys(["KeyEnd", "RowStart"])
@@ -296,7 +296,7 @@ def _hopper_constants(job: Job) -> dict[str, Any]:
     row_blocks = job.length // backward_schedule.BLOCK_M[width]
     columns = backward.choose_columns(job.head_dim, dropout_p)
     if bounded or listed:
-        dq_delay = backward.choose_dq_delay_of_few(columns, by_query and not tables)
+        dq_delay = backward.choose_dq_delay_of_few(columns, by_query and not (tables or padded))
     else:
         dq_delay = backward.choose_dq_delay(width, job.causal, row_blocks, padded, softcap > 0)
     partial = lengths[1] % backward_schedule.KEYS.value != 0

@@ -106,8 +106,8 @@ def flash_attention(
 
     Memory beyond inputs and outputs: 4 bytes per query and head for the log-sum-exp, and 4 more during the backward;
     with documents 8 bytes per token (with cu_seqlens_k per query, in the backward per key too; on the Hopper kernels
-    8 more per query and key where documents are not causal, or a window is not and there are fewer keys than queries,
-    or either is beside padding); with a block mask 12 bytes per mask element. The Hopper backward up to head_dim 128
+    8 more per query and key where documents are not causal or beside padding, or a window is either and there are
+    fewer keys than queries); with a block mask 12 bytes per mask element. The Hopper backward up to head_dim 128
     sums dQ in float32, 256 or 512 bytes per query and head while it runs; with grouped heads it also holds dk and dv
     of every query head, in q's dtype.
 

@@ -88,8 +88,8 @@ def by_query(tensors: Tensors, options: Options, q: Tensor, k: Tensor) -> tuple[
     """Documents and windows that are full or beside key padding, with bounds as those of `keys_of_queries`, which
     contain window, padding and causal mask; and `keys_of_queries`' own, with the padding. Everything else as it is.
 
-    A full window alone keeps its sides, from which the kernels compute those bounds, unless there are fewer keys than
-    queries, of which some may see none.
+    A full window keeps its sides, from which the kernels compute those bounds, as does a window beside key padding;
+    unless there are fewer keys than queries, of which some may lie before the first key.
 
     No query sees beyond the keys, and the bounds ascend whatever the offsets, because the Hopper kernels synchronise
     by them.
@@ -102,8 +102,8 @@ def by_query(tensors: Tensors, options: Options, q: Tensor, k: Tensor) -> tuple[
     batch, q_len, kv_len = q.shape[0], q.shape[2], k.shape[2]
     narrower = lengths is not None or left >= 0 or right >= 0  # than the documents
     left, right = (ANY if each < 0 else min(each, ANY) for each in (left, right))
-    if starts is None and lengths is None and q_len <= kv_len:
-        return tensors, options._replace(left=left, right=right)
+    if starts is None and q_len <= kv_len:
+        return tensors, options._replace(causal=False, left=left, right=right)
     if narrower:
         first, last = (q.new_empty(batch, q_len, dtype=torch.int32) for _ in range(2))
         grid, numbers = (-(-q_len // TOKENS), batch, 1), (q_len, kv_len, left, right, TOKENS)

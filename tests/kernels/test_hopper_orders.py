@@ -16,15 +16,22 @@ import torch
 from kernels.flash.call import Options, Tensors
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper.backward_schedule import BLOCK_M, KEYS, BackwardSizes, block_at, decode_work_item
-from kernels.flash.hopper.bounds import Bounds
+from kernels.flash.hopper.bounds import Bounds, end_keys, end_rows, first_keys, start_rows
 from kernels.flash.hopper.dq import turns_of
 from kernels.flash.hopper.launch import _bounds
 from kernels.flash.hopper.spec import FEW
-from kernels.flash.masks import ANY, by_query, document_bounds, keys_of_queries
+from kernels.flash.masks import (
+    ANY,
+    by_query,
+    by_query_kernel,
+    document_bounds,
+    keys_of_queries,
+    queries_of_keys,
+)
 from kernels.naive import naive_attention
 from tests.kernels.accuracy import assert_as_accurate, documents, inputs
 from tests.kernels.emulated_stream import Call, Stream
-from tests.kernels.emulator import Scalar, _argument, _Emulated, _Machine
+from tests.kernels.emulator import Registers, Scalar, _argument, _Emulated, _Machine
 from tests.kernels.test_hopper_emulated import features
 
 pytestmark = pytest.mark.skipif(
@@ -52,17 +59,19 @@ def seen(
     if mask == "window":
         last = rows + kv_len - q_len
         first = (last - left).clamp(min=0)
-        bounds = Bounds(None, None, Scalar(left - (kv_len - q_len)), Scalar(q_len), None, None, None, None)
+        bounds = Bounds(
+            None, None, Scalar(left - (kv_len - q_len)), Scalar(q_len), None, None, None, None, None
+        )
     if mask == "full window":
         own = rows + kv_len - q_len
         first, last = (own - left).clamp(min=0), (own + right).clamp(max=kv_len - 1)
         sides = Scalar(left - (kv_len - q_len)), Scalar(right + (kv_len - q_len))
-        bounds = Bounds(None, None, sides[0], Scalar(q_len), None, None, sides[1], Scalar(kv_len))
+        bounds = Bounds(None, None, sides[0], Scalar(q_len), None, None, sides[1], Scalar(kv_len), None)
     if mask == "documents":
         starts, ends = document_bounds(documents(q_len, flat_heads), flat_heads, q_len)
         first, last = starts.long(), rows
         bounds = Bounds(
-            _argument(starts), _argument(ends), Scalar(ANY), Scalar(q_len), None, None, None, None
+            _argument(starts), _argument(ends), Scalar(ANY), Scalar(q_len), None, None, None, None, None
         )
     return first, last, bounds
 
@@ -115,6 +124,37 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
         assert torch.equal(done, end.maximum(begin))
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (5, 5), (5, 6), (3, 13), (1, 9)])
+def test_bounds_of_windows_beside_padding_are_those_of_tables(q_len: int, kv_len: int) -> None:
+    """And so the kernels synchronise by bounds that ascend, each of queries and keys those of the other. Among the
+    lengths are 0, and some that no batch should have."""
+    kernel, lengths = _Emulated(Alone(0), 1), torch.arange(-2, kv_len + 3, dtype=torch.int32)
+    of_kernels = [kernel.function(f) for f in (first_keys, end_keys, start_rows, end_rows)]
+    queries, keys = (torch.arange(n, dtype=torch.int32).as_subclass(Registers) for n in (q_len, kv_len))
+    q, k = (torch.empty(len(lengths), 1, n, 64, dtype=torch.float16) for n in (q_len, kv_len))
+    for causal, left, right in itertools.product((True, False), (-1, 0, 1, 4, 20), (-1, 0, 2, 20)):
+        if (causal and (left < 0 or right > 0)) or left == right == -1:
+            continue
+        tensors, options = by_query(Tensors(kv_lengths=lengths), Options(causal, 1.0, 0.0, left, right), q, k)
+        assert tensors.document_starts is None
+        assert not options.causal
+        sides = hopper._sides(options, kv_len - q_len)
+        table = [torch.empty(len(lengths), q_len, dtype=torch.int32) for _ in range(2)]
+        tokens = (q_len, kv_len, options.left, options.right, 16)
+        by_query_kernel[1, len(lengths), 1](*table, None, None, lengths, *tokens)
+        of_keys = queries_of_keys(Tensors(document_starts=table[0], document_ends=table[1]), kv_len)
+        wanted = (*table, of_keys.document_starts, of_keys.document_ends)
+        left_side, right_side = map(Scalar, sides)
+        bounds = Bounds(
+            None, None, left_side, Scalar(q_len), None, None, right_side, Scalar(kv_len), _argument(lengths)
+        )
+        for batch in range(len(lengths)):
+            for of_kernel, places, want in zip(
+                of_kernels, (queries, queries, keys, keys), wanted, strict=True
+            ):
+                assert of_kernel(places, Scalar(batch), bounds).tolist() == want[batch].tolist()
+
+
 def drawn_offsets(tokens: int, ascend: bool, draw: torch.Generator) -> torch.Tensor:
     """Of six documents, some without a token; as they may not be, unless `ascend`."""
     inner = torch.randint(-5, tokens + 5, (5,), generator=draw, dtype=torch.int32)
@@ -154,7 +194,15 @@ def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> N
         own = (x if x is None else Scalar(x) for x in numbers[: BackwardSizes._fields.index("bounds")])
         of_queries, of_keys = map(_argument, (starts, ends))
         bounds = Bounds(
-            of_queries, of_keys, Scalar(ANY), Scalar(q_len), None, _argument(row_start), None, Scalar(kv_len)
+            of_queries,
+            of_keys,
+            Scalar(ANY),
+            Scalar(q_len),
+            None,
+            _argument(row_start),
+            None,
+            Scalar(kv_len),
+            None,
         )
         padding = None if lengths is None else _argument(lengths)
         sizes = BackwardSizes(*own, bounds, None, None, padding, None)

@@ -57,7 +57,7 @@ def test_the_dq_sum_is_written_back_in_row_order(
         mask[-1, -1, 1] = False
         lists, _ = block_lists(mask, q_len, q_len, False, -1, -1)
     round_kernel[(heads, blocks, batch)](
-        total, found, lists, None, None, None, *strides, q_len, blind, *list_strides(lists), 0.5,
+        total, found, lists, None, None, None, *strides, q_len, blind, None, *list_strides(lists), 0.5,
         BLOCK_M=block_m, HEAD_DIM=head_dim, WIDTH=width, KEYS=KEYS.value,
     )  # fmt: skip
     expected = 0.5 * dq[:, :, :q_len, :head_dim]
@@ -86,7 +86,7 @@ def test_turns_begin_with_the_first_block_of_keys_that_adds_to_dq(
     delta = torch.full((batch, heads, length), float("nan"), device=DEVICE)
     turns = torch.full((batch * heads * blocks + 1,), -7, dtype=torch.int32, device=DEVICE)
     delta_kernel[(heads, blocks, batch)](
-        out, None, d_out, None, None, delta, turns, starts if packed else None,
+        out, None, d_out, None, None, delta, turns, starts if packed else None, None,
         *out.stride()[:3], *d_out.stride()[:3], length, left,
         BLOCK_M=block_m, HEAD_DIM=head_dim, WIDTH=head_dim, KEYS=keys,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def test_delta_ignores_the_lse_gradient_of_fully_masked_rows(head_dim: int, bloc
     lse[:, :, :150], d_lse[:, :, :150], out[:, :, :150] = -torch.inf, torch.nan, 0
     turns = torch.empty(batch * heads * 4 + 1, dtype=torch.int32, device=DEVICE)
     delta_kernel[(heads, -(-length // block_m), batch)](
-        out, None, d_out, lse, d_lse, delta, turns, None,
+        out, None, d_out, lse, d_lse, delta, turns, None, None,
         *out.stride()[:3], *d_out.stride()[:3], length, ANY,
         BLOCK_M=block_m, HEAD_DIM=head_dim, WIDTH=head_dim, KEYS=KEYS.value,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def test_delta_adds_what_rounding_took_from_out(head_dim: int, block_m: int) -> 
     for each in (None, low):
         delta = torch.full_like(want, float("nan"))
         delta_kernel[(heads, -(-length // block_m), batch)](
-            out, each, d_out, None, None, delta, turns, None,
+            out, each, d_out, None, None, delta, turns, None, None,
             *out.stride()[:3], *d_out.stride()[:3], length, ANY,
             BLOCK_M=block_m, HEAD_DIM=head_dim, WIDTH=head_dim, KEYS=KEYS.value,
         )  # fmt: skip

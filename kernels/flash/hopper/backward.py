@@ -416,7 +416,10 @@ def hopper_backward_kernel(
         keys: gl.constexpr = None
         if RowStart is not None or right is not None:
             keys = kv_len
-        bounds = Bounds(DocumentStart, DocumentEnd, left, q_len, None, RowStart, right, keys)
+        padding: gl.constexpr = None
+        if right is not None:
+            padding = KvLengths
+        bounds = Bounds(DocumentStart, DocumentEnd, left, q_len, None, RowStart, right, keys, padding)
     blocks: gl.constexpr = None
     if LISTED:
         blocks = Blocks(QueryBlocks, stride_lb, stride_lh, width)

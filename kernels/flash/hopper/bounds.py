@@ -2,9 +2,13 @@
 
 Each query has a first visible key, and each key a last query that sees it. Both are non-decreasing, so the first and
 the last row of a tile bound what the whole tile sees. With bounds by query (`masks.by_query`) there is no causal
-mask: each query's last visible key, and the first query that sees a key, are bounds too. Of a window alone they are
-computed from its right side; others come from memory, and may be any that are non-decreasing: a query may then see no
-key, and a key be seen by no query.
+mask: each query's last visible key, and the first query that sees a key, are bounds too. Of a window alone or beside
+key padding they are computed from its right side; others come from memory, and may be any that are non-decreasing. A
+query may then see no key, and a key be seen by no query, as beside padding.
+
+The computed ones are what `masks.by_query` and `masks.queries_of_keys` would write (test_hopper_orders.py). Without
+padding a query's first key is before its end, as no side is negative and no query lies before the first key. Beside
+padding neither is beyond the keys in use; so both are 0 where there are none.
 """
 
 from typing import NamedTuple
@@ -30,6 +34,13 @@ class Bounds(NamedTuple):
     # In their place, or None: the index of a query's last visible key minus the query's.
     right: gl.tensor
     keys: gl.tensor  # None unless by query
+    Lengths: gl.tensor  # with `right` and key padding, kv_lengths; else None
+
+
+@gluon.jit
+def keys_in_use(batch, bounds):
+    """Keys before a batch's padding; may be more than there are."""
+    return gl.maximum(gl.load(bounds.Lengths + batch), 0)
 
 
 @gluon.jit
@@ -39,6 +50,8 @@ def first_keys(rows, batch, bounds):
     if bounds.DocumentStart is not None:
         Starts = bounds.DocumentStart + batch.to(gl.int64) * bounds.length
         first = gl.maximum(first, gl.load(Starts + gl.minimum(rows, bounds.length - 1)))
+    if bounds.Lengths is not None:
+        first = gl.minimum(first, keys_in_use(batch, bounds))
     return first
 
 
@@ -52,6 +65,9 @@ def end_rows(keys, batch, bounds):
     if bounds.DocumentEnd is not None:
         Ends = bounds.DocumentEnd + batch.to(gl.int64) * bounds.length
         end = gl.minimum(end, gl.load(Ends + keys, mask=keys < bounds.length, other=0))
+    if bounds.Lengths is not None:
+        # No query sees padding: from the last one to the last. Nor may any see a key that the window hides.
+        end = gl.where(keys < keys_in_use(batch, bounds), gl.maximum(end, 0), bounds.length)
     return end
 
 
@@ -60,6 +76,8 @@ def end_keys(rows, batch, bounds):
     """By query: one past the last key that a query sees, or each of a vector of queries; as `first_keys`."""
     if bounds.right is not None:
         end = gl.minimum(rows + bounds.right + 1, bounds.keys)
+        if bounds.Lengths is not None:
+            end = gl.minimum(end, keys_in_use(batch, bounds))
     else:
         Ends = bounds.KeyEnd + batch.to(gl.int64) * bounds.length
         end = gl.load(Ends + gl.minimum(rows, bounds.length - 1))
@@ -71,6 +89,8 @@ def start_rows(keys, batch, bounds):
     """By query: the first query that sees a key, or each of a vector of keys; arbitrary beyond the last key."""
     if bounds.right is not None:
         start = gl.maximum(keys - bounds.right, 0)
+        if bounds.Lengths is not None:
+            start = gl.where(keys < keys_in_use(batch, bounds), start, bounds.length)
     else:
         Starts = bounds.RowStart + batch.to(gl.int64) * bounds.keys
         start = gl.load(Starts + gl.minimum(keys, bounds.keys - 1))

@@ -216,7 +216,7 @@ def turns_of(item, row_block, sizes, BLOCK_M: gl.constexpr):
 
 @triton.jit(do_not_specialize=["q_len", "left"])
 def delta_kernel(
-    Out, OutLow, DOut, Lse, DLse, Delta, Turns, DocumentStart,
+    Out, OutLow, DOut, Lse, DLse, Delta, Turns, DocumentStart, Lengths,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, q_len, left,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     OVERLAPPED: tl.constexpr = False,
@@ -225,8 +225,8 @@ def delta_kernel(
     block of KEYS keys that the queries see.
 
     OutLow: what rounding took from O, laid out as Out, or None. Lse, DLse: both or neither (see portable/backward.py
-    for why d_lse enters delta). DocumentStart, left: see bounds.py. WIDTH: `tile_width` of HEAD_DIM. Grid (heads,
-    ceil(q_len / BLOCK_M), batch). OVERLAPPED: lets the next kernel start (primitives.py).
+    for why d_lse enters delta). DocumentStart, Lengths, left: see bounds.py. WIDTH: `tile_width` of HEAD_DIM. Grid
+    (heads, ceil(q_len / BLOCK_M), batch). OVERLAPPED: lets the next kernel start (primitives.py).
     """
     if OVERLAPPED:
         gdc_launch_dependents()
@@ -259,14 +259,16 @@ def delta_kernel(
         first = tl.maximum(block * BLOCK_M - left, 0)
         if DocumentStart is not None:
             first = tl.maximum(first, tl.load(DocumentStart + batch * q_len + block * BLOCK_M))
+        if Lengths is not None:
+            first = tl.minimum(first, tl.maximum(tl.load(Lengths + batch), 0))
         tl.store(Turns + flat_head * tl.num_programs(1) + block, first // KEYS)
         if flat_head + block == 0:  # the work item counter is stored after the turns
             tl.store(Turns + tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2), 0)
 
 
-@triton.jit(do_not_specialize=["q_len", "masked_rows", *LISTS])
+@triton.jit(do_not_specialize=["q_len", "masked_rows", "left", *LISTS])
 def round_kernel(
-    Sum, DQ, KeyBlocks, KvLengths, KeyStart, KeyEnd, stride_qb, stride_qh, stride_qm, q_len, masked_rows,
+    Sum, DQ, KeyBlocks, KvLengths, KeyStart, KeyEnd, stride_qb, stride_qh, stride_qm, q_len, masked_rows, left,
     stride_lb, stride_lh, width, scale,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
     OVERLAPPED: tl.constexpr = False,
@@ -275,8 +277,9 @@ def round_kernel(
     of columns that were not multiplied is not stored.
 
     Fully masked rows have no sum and get 0: the first `masked_rows`, with KeyBlocks those with an empty list, with
-    KvLengths those of a batch without keys, with KeyStart and KeyEnd, the bounds by query (bounds.py), those that see
-    no key. OVERLAPPED: started before the kernel that adds up the sum has ended.
+    KvLengths those of a batch without keys, with left too (of a window beside padding, else None) those whose window
+    begins in the padding, with KeyStart and KeyEnd, the bounds by query (bounds.py), those that see no key.
+    OVERLAPPED: started before the kernel that adds up the sum has ended.
     """
     if OVERLAPPED:
         gdc_wait()
@@ -292,9 +295,11 @@ def round_kernel(
     if KeyBlocks is not None:
         List = KeyBlocks + batch * stride_lb + head * stride_lh + block * BLOCK_M // KEYS * width
         masked_rows = tl.where(tl.load(List) > 0, masked_rows, q_len)
-    if KvLengths is not None:
+    if KvLengths is not None and left is None:
         masked_rows = tl.where(tl.load(KvLengths + batch) > 0, masked_rows, q_len)
     seeing = rows >= masked_rows
+    if left is not None:
+        seeing = tl.maximum(rows - left, 0) < tl.load(KvLengths + batch)
     if KeyEnd is not None:
         of_rows = batch * q_len + rows
         ends = tl.load(KeyEnd + of_rows, mask=rows < q_len, other=0)

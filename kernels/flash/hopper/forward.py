@@ -372,9 +372,11 @@ def hopper_forward_kernel(
     rings = Rings(q, k, v)
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:
-        bounds = Bounds(
-            DocumentStart, None, left, q_len, KeyEnd, None, right, kv_len if SPEC.BY_QUERY else None
-        )
+        padding: gl.constexpr = None
+        if right is not None:
+            padding = KvLengths
+        keys = kv_len if SPEC.BY_QUERY else None
+        bounds = Bounds(DocumentStart, None, left, q_len, KeyEnd, None, right, keys, padding)
     blocks: gl.constexpr = None
     if SPEC.LISTED:
         blocks = Blocks(KeyBlocks, stride_lb, stride_lh, width)

@@ -92,7 +92,7 @@ def forward(
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     features = (bounded, listed, padded, drop, options.softcap, options.precise_delta)
     window = left >= 0 and tensors.document_starts is None and not padded
-    late = tensors.document_starts is not None
+    late = tensors.document_starts is not None or (bounded and padded)
     late = late and heads * batch * -(-q_len // (2 * ROWS.value)) <= LATE * sm_count(q.device)
     spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features, full, window, late)
 
@@ -100,7 +100,7 @@ def forward(
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
         few = has_few_tiles(head_dim, q_len, heads // kv_heads, *features)
         tiling = spec.DYNAMIC.value, few and heads * batch >= HEADS
-        documents = tensors.document_starts is not None
+        documents = tensors.document_starts is not None or (bounded and padded)
         groups = 1
         if causal and few and head_dim > 128 and heads * batch < HEADS:
             # By count, the busiest program has 1.00 to 1.13 of what claiming gives it; in two groups up to 1.5.
@@ -146,7 +146,8 @@ def _forward_heads_per_group(
 
     With documents the last tiles of a group are not those with the fewest keys, and where there are many a program
     claims them up to two ahead: in a last group of few heads, it has long tiles left when the others have none. (The
-    last group may still have fewer than `WITH_DOCUMENTS`, where it does not divide.)
+    last group may still have fewer than `WITH_DOCUMENTS`, where it does not divide.) documents: whether there are
+    some, or a window beside padding.
     """
     if few:
         return 1 if k.shape[3] > 64 else 2
@@ -160,14 +161,19 @@ def _forward_heads_per_group(
     return group * triton.cdiv(flat_heads, groups)
 
 
-def _cached(options: Options, q_len: int) -> int:
+def _cached(tensors: Tensors, options: Options, q_len: int) -> int:
     """Bytes of a group of heads that are to fit the L2 cache, in the backward above head_dim 128.
 
     Half of them with a full window and few queries: 0.97 to 0.99 of the time of 16k tokens in rows of 1024, with 512
     keys to each side, in all heads of 512 tiles 1.00 to 1.01, in rows of 4096 and 16,384 1.00.
     """
-    full_window = options.left >= 0 and not options.causal
-    return CACHED // 2 if full_window and q_len <= 1024 else CACHED
+    return CACHED // 2 if _is_full_window(tensors, options) and q_len <= 1024 else CACHED
+
+
+def _is_full_window(tensors: Tensors, options: Options) -> bool:
+    """Whether there is a full window alone, after `by_query`. What is chosen in the backward for a window beside
+    padding is what documents have; what a window alone has was not timed there."""
+    return options.left >= 0 and not options.causal and tensors.kv_lengths is None
 
 
 def _sides(options: Options, apart: int) -> tuple[int, int | None]:
@@ -232,7 +238,7 @@ def backward(
     is_wide = tile_width(q.shape[3]) == WIDTH.value
     keys = WIDE_KEYS.value if is_wide else KEYS.value
     unseen = 0
-    if options.left >= 0 and tensors.kv_lengths is None:  # else by query: `_prepare_clear`
+    if options.left >= 0 and tensors.kv_lengths is None:  # else `clear_kernel` sets them to 0
         unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys
     zeros: tuple[Tensor | None, Tensor | None] = None, None
     if unseen:  # the window hides the first blocks of keys from every query
@@ -253,12 +259,17 @@ def backward(
     dq_sum = q.new_empty(2 * rows * blocks, columns, dtype=torch.float32)  # two halves per block of queries
     turns = q.new_empty(blocks + 1, dtype=torch.int32)
     starts, ends, key_end, row_start = _bounds(tensors, options, kv_len)
-    lengths, key_blocks, (left, _) = tensors.kv_lengths, tensors.key_blocks, _sides(options, kv_len - q_len)
+    lengths, key_blocks = tensors.kv_lengths, tensors.key_blocks
+    left, right = _sides(options, kv_len - q_len)
+    beside: tuple[Tensor | None, int | None] = None, None  # of a window beside key padding
+    if right is not None and lengths is not None:
+        beside = lengths, left
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
     numbers = (options.causal, options.scale, options.left, options.right, options.dropout_p, options.softcap)
     key = (q.shape, kv_heads, kv_len, *numbers, *lists)
+    of_delta = (out, low, d_out, None if d_lse is None else lse, d_lse, delta)
     launch(
-        (out, low, d_out, None if d_lse is None else lse, d_lse, delta, turns, starts),
+        (*of_delta, turns, starts, beside[0]),
         ("delta", *key, out.stride(), d_out.stride()),
         lambda: _prepare_delta(out, d_out, left, block_m, KEYS.value, bool(OVERLAPPED)),
     )
@@ -275,12 +286,12 @@ def backward(
     if lengths is not None or row_start is not None:
         strides, row_end = [x.stride() for x in of_heads], None if row_start is None else ends
         pointers = (*of_heads, lengths, row_start, row_end)
-        launch(pointers, ("clear", *key, *strides), lambda: _prepare_clear(*of_heads, block_m))
+        launch(pointers, ("clear", *key, *strides), lambda: _prepare_clear(*of_heads, beside[1], block_m))
     of_rows = (lengths, None, None) if key_end is None else (None, starts, key_end)
     launch(
         (dq_sum, dq, key_blocks, *of_rows),
         ("round", *key, dq.stride()),
-        lambda: _prepare_round(dq, kv_len, key_blocks, options),
+        lambda: _prepare_round(dq, kv_len, key_blocks, options, beside[1]),
     )
     _add_up_groups((dk, dv), of_heads)
 
@@ -317,7 +328,7 @@ def _prepare_backward(
     flat_heads, row_blocks = batch * heads, triton.cdiv(q_len, BLOCK_M[width])
     columns = triton.cdiv(kv_len, KEYS.value)
     heads_per_group = _backward_heads_per_group(causal or bounded, row_blocks, q.device)
-    documents, long = tensors.document_starts is not None, q_len > 2048
+    documents, long = tensors.document_starts is not None or padded, q_len > 2048
     if bounded and width == 128 and (long or not (documents and causal)):
         # Fewer blocks of dQ's sum at a time. A quarter: windows of 1024 at 4096 tokens take 0.79 of the time of all.
         # Half: 0.96 at 1024 tokens, at 2048 as with a quarter; documents of 1024 in a long row 0.88, in rows of 2048
@@ -340,7 +351,7 @@ def _prepare_backward(
     masked = causal or bounded or kv_len % KEYS.value != 0 or padded
     multiplied = choose_columns(head_dim, options.dropout_p)
     if bounded or listed:
-        dq_delay = choose_dq_delay_of_few(multiplied, options.left >= 0 and not causal)
+        dq_delay = choose_dq_delay_of_few(multiplied, _is_full_window(tensors, options))
     else:
         dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
     spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop, options.softcap, multiplied)
@@ -357,20 +368,22 @@ def _zeros(cleared: Tensor | None, unseen: int, key_blocks: int) -> tuple[int | 
     return share, unseen, *cleared.stride()[:3]
 
 
-def _prepare_clear(dk: Tensor, dv: Tensor, block_m: int) -> Launch:
+def _prepare_clear(dk: Tensor, dv: Tensor, left: int | None, block_m: int) -> Launch:
     batch, heads, kv_len, head_dim = dk.shape
     grid = (triton.cdiv(kv_len, KEYS.value), heads, batch)
     tile = (KEYS.value, block_m, head_dim, tile_width(head_dim))
-    numbers = (*dk.stride()[:3], *dv.stride()[:3], kv_len, *tile)
+    numbers = (*dk.stride()[:3], *dv.stride()[:3], kv_len, left, *tile)
     return clear_kernel, grid, numbers, {}
 
 
-def _prepare_round(dq: Tensor, kv_len: int, key_blocks: Tensor | None, options: Options) -> Launch:
+def _prepare_round(
+    dq: Tensor, kv_len: int, key_blocks: Tensor | None, options: Options, left: int | None = None
+) -> Launch:
     batch, heads, q_len, head_dim = dq.shape
     width, drop = tile_width(head_dim), drop_of(options.dropout_p)
     masked_rows = max(q_len - kv_len, 0) if options.causal else 0
     whole = options.scale * (drop.SCALE.value if drop else 1.0)
-    numbers = (*dq.stride()[:3], q_len, masked_rows, *list_strides(key_blocks), whole)
+    numbers = (*dq.stride()[:3], q_len, masked_rows, left, *list_strides(key_blocks), whole)
     tile = (BLOCK_M[width], head_dim, width, KEYS.value)
     grid = (heads, triton.cdiv(q_len, BLOCK_M[width]), batch)
     return round_kernel, grid, (*numbers, *tile, bool(OVERLAPPED)), OVERLAPPED | BESIDE
@@ -408,8 +421,8 @@ def _backward_wide(
 
     def prepare_dkdv() -> Launch:
         row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
-        in_cache = max(1, _cached(options, q_len) // (4 * q_len * head_dim))  # heads whose Q and dO fit it
-        heads_per_group = min(batch * heads, in_cache)
+        cached = _cached(tensors, options, q_len)
+        heads_per_group = min(batch * heads, max(1, cached // (4 * q_len * head_dim)))  # Q and dO fit it
         sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
         strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
         numbers = (*strides, *sizes, *sides, scale, heads // kv_heads, head_dim, causal, drop, softcap)
@@ -423,16 +436,16 @@ def _backward_wide(
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
         heads_per_group = 1
         if causal or bounded:
-            cached = _cached(options, q_len)
+            cached = _cached(tensors, options, q_len)
             heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False, cached)
-        if starts is not None:
+        if starts is not None or (bounded and lengths is not None):
             heads_per_group = min(batch * heads, max(heads_per_group, DQ_WITH_DOCUMENTS))
         numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, *sides, scale, spec)
         return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 
     of_call = (causal, scale, options.left, options.right, options.dropout_p, softcap)
     key = (q.shape, kv_heads, kv_len, *of_call)
-    of_delta = (out, out_low, d_out, None if d_lse is None else lse, d_lse, delta, None, None)
+    of_delta = (out, out_low, d_out, None if d_lse is None else lse, d_lse, delta, None, None, None)
     launch(of_delta, ("wide delta", *key, out.stride(), d_out.stride()), prepare_delta)
     for_dkdv, for_dq = q.new_zeros(2, 4, dtype=torch.int32)  # counters of work items, 16 bytes apart
     of_heads, moved = _of_every_head(q, dk, dv), (q, k, v, d_out)

@@ -57,16 +57,19 @@ def clear_padding(tile, keys_left):
         gl.barrier()
 
 
-@triton.jit(do_not_specialize=["kv_len"])
+@triton.jit(do_not_specialize=["kv_len", "left"])
 def clear_kernel(
     DK, DV, KvLengths, RowStart, RowEnd, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, kv_len,
-    KEYS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    left, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Set dK and dV to 0 in blocks of KEYS keys that are all padding, or with RowStart and RowEnd, the bounds of keys
-    by query, have no step (`claim_keys`). Grid (ceil(kv_len / KEYS), heads, batch)."""
+    """Set dK and dV to 0 in blocks of KEYS keys that are all padding, or have no step (`claim_keys`): by RowStart and
+    RowEnd, the bounds of keys by query, or by left, of a window beside padding (bounds.py), which may hide the first
+    keys from all queries. Each is None without. Grid (ceil(kv_len / KEYS), heads, batch)."""
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     if RowStart is None:
         passed_over = block * KEYS >= tl.load(KvLengths + batch)
+        if left is not None:  # where padding begins in such a block it has steps, but its gradients are 0 too
+            passed_over = passed_over | ((block + 1) * KEYS + left <= 0)
     else:
         last_key = tl.minimum((block + 1) * KEYS, kv_len) - 1
         begin = tl.load(RowStart + batch * kv_len + block * KEYS) // BLOCK_M

@@ -387,7 +387,10 @@ def dkdv_kernel(
         keys: gl.constexpr = None
         if RowStart is not None or right is not None:
             keys = kv_len
-        bounds = Bounds(None, DocumentEnd, left, q_len, None, RowStart, right, keys)
+        padding: gl.constexpr = None
+        if right is not None:
+            padding = KvLengths
+        bounds = Bounds(None, DocumentEnd, left, q_len, None, RowStart, right, keys, padding)
     sizes = Sizes(
         heads, flat_heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks, bounds, Seed, KvLengths, Slopes
     )  # fmt: skip

@@ -255,9 +255,11 @@ def dq_kernel(
     absent: gl.constexpr = None
     bounds: gl.constexpr = None
     if SPEC.BOUNDED:
-        bounds = Bounds(
-            DocumentStart, None, left, q_len, KeyEnd, None, right, kv_len if SPEC.BY_QUERY else None
-        )
+        padding: gl.constexpr = None
+        if right is not None:
+            padding = KvLengths
+        keys = kv_len if SPEC.BY_QUERY else None
+        bounds = Bounds(DocumentStart, None, left, q_len, KeyEnd, None, right, keys, padding)
     sizes = ForwardSizes(
         q_len, kv_len, heads, batches, heads_per_group, tiles, bounds, absent, KvLengths, Seed, Slopes
     )
