@@ -360,7 +360,7 @@ def test_the_mask_preparation_kernels_compile_without_spills(printed) -> None:
 
 
 BESIDE = """
-import contextlib, io, re
+import contextlib, io, itertools, re
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -372,30 +372,35 @@ from kernels.flash.hopper.descriptors import tile_width
 triton.knobs.nvidia.dump_ptxas_log = True
 triton.knobs.compilation.always_compile = True  # a cached kernel would have no log
 launch.OVERLAPPED = {"launch_pdl": True}
-for dtype in torch.float16, torch.bfloat16:
+ABSENT = ["OutLow", "Lse", "DLse", "DocumentStart", "KeyBlocks", "KeyStart", "KeyEnd", "RowStart", "RowEnd"]
+for dtype, padded in itertools.product((torch.float16, torch.bfloat16), (False, True)):  # a window beside padding
+    left, options = (100, Options(False, 1.0)) if padded else (None, Options(True, 1.0))
     for head_dim in HEAD_DIMS:
         x, block_m = torch.empty(2, 3, 1024, head_dim, dtype=dtype, device="meta"), BLOCK_M[tile_width(head_dim)]
         for prepared in (
             launch._prepare_delta(x, x, 0, block_m, KEYS.value, True),
-            launch._prepare_round(x, 1024, None, Options(True, 1.0)),
+            launch._prepare_round(x, 1024, None, options, left),
+            *([launch._prepare_clear(x, x, left, block_m)] if padded else []),
         ):
-            kernel, _, numbers, options = prepared
+            kernel, _, numbers, compiled = prepared
             pointers = len(kernel.arg_names) - len(numbers)
             signature, constants, attributes = {}, {}, {}
             for index, name in enumerate(kernel.arg_names):
                 small = "*fp16" if dtype is torch.float16 else "*bf16"
-                absent = name in ("OutLow", "Lse", "DLse", "DocumentStart", "KeyBlocks", "KvLengths")
-                if name.isupper() and name != "DQ" or absent:
+                given = index < pointers or numbers[index - pointers] is not None
+                absent = name in (*ABSENT, *(() if padded else ("Lengths", "KvLengths"))) or not given
+                if name.isupper() and name not in ("DQ", "DK", "DV") or absent:
                     value = None if absent else numbers[index - pointers]
                     signature[name], constants[index,] = "constexpr", getattr(value, "value", value)
                 elif index < pointers:
-                    signature[name] = "*i32" if name == "Turns" else "*fp32" if name in ("Delta", "Sum") else small
+                    ints = name in ("Turns", "Lengths", "KvLengths")
+                    signature[name] = "*i32" if ints else "*fp32" if name in ("Delta", "Sum") else small
                     attributes[index,] = [["tt.divisibility", 16]]
                 else:
                     signature[name] = "fp32" if name == "scale" else "i32"
             log, target = io.StringIO(), GPUTarget("cuda", 90, 32)
             with contextlib.redirect_stdout(log):
-                triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+                triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=compiled)
             print(kernel.__name__, *re.findall(r"(\\d+) bytes spill stores", log.getvalue()))
 """
 
@@ -404,7 +409,9 @@ for dtype in torch.float16, torch.bfloat16:
 def test_the_passes_beside_the_hopper_backward_compile_without_spills(printed, head_dims) -> None:
     """With the options of their launches: 8 warps in float16 spill 64 B in the first."""
     said = printed(f"HEAD_DIMS = {head_dims}\n{BESIDE}")
-    assert said == [[name, "0"] for _ in range(4) for name in ("delta_kernel", "round_kernel")]
+    plain = ["delta_kernel", "round_kernel"]
+    beside_padding = [*plain, "clear_kernel"]
+    assert said == [[name, "0"] for name in 2 * (2 * plain + 2 * beside_padding)]
 
 
 def test_the_interpreter_is_refused() -> None:
