@@ -181,3 +181,29 @@ def test_tiles_of_documents_are_claimed_late_up_to_24_a_program(
         _, _, numbers, _ = launch.call_args.args[2]()
     assert numbers[-1].CLAIMS_LATE.value == late
     assert numbers[-1].DYNAMIC.value
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("head_dim", "launches"), [(64, 4), (256, 3)])
+@pytest.mark.parametrize(("q_len", "kv_len", "tables"), [(512, 640, False), (512, 384, True)])
+def test_windows_beside_padding_have_tables_where_there_are_fewer_keys_than_queries(
+    q_len: int, kv_len: int, tables: bool, head_dim: int, launches: int, causal: bool
+) -> None:
+    """Else no launch but those of padding alone. Tiles are claimed either way."""
+    from kernels.flash import masks
+    from kernels.flash.call import Options, Tensors
+    from kernels.flash.hopper import launch as hopper
+
+    q, k = (torch.empty(4, 4, length, head_dim, dtype=torch.bfloat16) for length in (q_len, kv_len))
+    lse, lengths = q[..., 0].float(), torch.full((4,), 300, dtype=torch.int32)
+    given = Tensors(kv_lengths=lengths), Options(causal, 1.0, left=100, right=-1 if causal else 50)
+    patched = mock.patch.object
+    with patched(hopper, "launch") as launch, patched(masks, "launch") as of_tables:
+        hopper.forward(q, k, k, q, q, lse, *given)
+        assert of_tables.call_count == int(tables)
+        _, _, (*_, spec), _ = launch.call_args.args[2]()
+        launch.reset_mock()
+        hopper.backward(q, None, q, None, lse, q, k, k, q, k, k, lse, *given)
+        assert of_tables.call_count == (3 if tables else 0)
+    assert launch.call_count == launches
+    assert (spec.BY_QUERY.value, spec.DYNAMIC.value) == (True, True)
