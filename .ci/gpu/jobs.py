@@ -63,7 +63,7 @@ JOBS |= {
     "sanitizer": Job("compute-sanitizer over every kernel", script("sanitizer.sh"), limit=400),
     "repeats": Job("equal runs whose compilers share no file", script("repeats.sh"), limit=400),
     "contention": Job(
-        "14 processes repeat training steps, and attention alone in nine forms, bit for bit",
+        "14 processes repeat training steps, and attention alone in ten forms, bit for bit",
         script("contention.sh"),
         limit=400,
     ),

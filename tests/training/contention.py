@@ -37,7 +37,7 @@ from training.trainer import Trainer
 
 # Features beside each other of the processes that run attention alone, each process with a head_dim.
 FORMS = {
-    "attention 64": ("", "padding, dropout", "own offsets"),
+    "attention 64": ("", "padding, dropout", "own offsets", "window, padding"),
     "attention 128": ("", "window over twice as many keys", "own offsets, padding"),
     "attention 256": ("", "dropout", "window, padding"),
 }
