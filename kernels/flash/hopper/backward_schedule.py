@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from .block_masks import Blocks, count_visited, list_of
 from .bounds import Bounds, end_rows, start_rows
-from .padding import key_end
+from .padding import key_end, last_key_before
 from .scheduler import broadcast, issue_claim
 
 KEYS = gl.constexpr(128)
@@ -89,7 +89,7 @@ def decode_work_item(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
     steps = sizes.row_blocks
     masked_until = 0
     if sizes.bounds is not None:
-        last_key = gl.minimum(first_key + KEYS, sizes.kv_len) - 1
+        last_key = last_key_before(first_key + KEYS, batch, sizes)
         steps = gl.cdiv(end_rows(last_key, batch, sizes.bounds), BLOCK_M)
         masked_until = steps - end_rows(first_key, batch, sizes.bounds) // BLOCK_M
     last_block = steps - 1

@@ -6,9 +6,10 @@ mask: each query's last visible key, and the first query that sees a key, are bo
 key padding they are computed from its right side; others come from memory, and may be any that are non-decreasing. A
 query may then see no key, and a key be seen by no query, as beside padding.
 
-The computed ones are what `masks.by_query` and `masks.queries_of_keys` would write (test_hopper_orders.py). Without
-padding a query's first key is before its end, as no side is negative and no query lies before the first key. Beside
-padding neither is beyond the keys in use; so both are 0 where there are none.
+The computed ones are what `masks.by_query` and `masks.queries_of_keys` would write (test_hopper_orders.py), but for
+keys that are padding, whose bounds nobody asks for (`padding.last_key_before`). Without padding a query's first key
+is before its end, as no side is negative and no query lies before the first key. Beside padding neither is beyond the
+keys in use; so both are 0 where there are none.
 """
 
 from typing import NamedTuple
@@ -66,8 +67,7 @@ def end_rows(keys, batch, bounds):
         Ends = bounds.DocumentEnd + batch.to(gl.int64) * bounds.length
         end = gl.minimum(end, gl.load(Ends + keys, mask=keys < bounds.length, other=0))
     if bounds.Lengths is not None:
-        # No query sees padding: from the last one to the last. Nor may any see a key that the window hides.
-        end = gl.where(keys < keys_in_use(batch, bounds), gl.maximum(end, 0), bounds.length)
+        end = gl.maximum(end, 0)  # no query sees a key that the window hides
     return end
 
 
@@ -89,8 +89,6 @@ def start_rows(keys, batch, bounds):
     """By query: the first query that sees a key, or each of a vector of keys; arbitrary beyond the last key."""
     if bounds.right is not None:
         start = gl.maximum(keys - bounds.right, 0)
-        if bounds.Lengths is not None:
-            start = gl.where(keys < keys_in_use(batch, bounds), start, bounds.length)
     else:
         Starts = bounds.RowStart + batch.to(gl.int64) * bounds.keys
         start = gl.load(Starts + gl.minimum(keys, bounds.keys - 1))

@@ -28,6 +28,16 @@ def key_end(batch, sizes):
 
 
 @gluon.jit
+def last_key_before(end, batch, sizes):
+    """The last key before one that is no padding. A block's bounds are its: with those of padding, a block where that
+    begins would have steps for queries that see none of its keys."""
+    end = gl.minimum(end, key_end(batch, sizes))
+    if sizes.KvLengths is not None:
+        end = gl.maximum(end, 1)  # of a batch without keys, whose blocks are passed over
+    return end - 1
+
+
+@gluon.jit
 def mask_padding(scores, keys_left):
     """scores (queries, keys), with -inf from key `keys_left` on."""
     keys = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))[None, :]
@@ -68,12 +78,16 @@ def clear_kernel(
     block, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     if RowStart is None:
         passed_over = block * KEYS >= tl.load(KvLengths + batch)
-        if left is not None:  # where padding begins in such a block it has steps, but its gradients are 0 too
-            passed_over = passed_over | ((block + 1) * KEYS + left <= 0)
+        if left is not None:
+            passed_over = passed_over | (
+                tl.minimum((block + 1) * KEYS, tl.load(KvLengths + batch)) + left <= 0
+            )
     else:
-        last_key = tl.minimum((block + 1) * KEYS, kv_len) - 1
+        end = tl.minimum((block + 1) * KEYS, kv_len)
+        if KvLengths is not None:
+            end = tl.maximum(tl.minimum(end, tl.load(KvLengths + batch)), 1)  # as `last_key_before`
         begin = tl.load(RowStart + batch * kv_len + block * KEYS) // BLOCK_M
-        passed_over = begin >= tl.cdiv(tl.load(RowEnd + batch * kv_len + last_key), BLOCK_M)
+        passed_over = begin >= tl.cdiv(tl.load(RowEnd + batch * kv_len + end - 1), BLOCK_M)
         if KvLengths is not None:
             passed_over = passed_over | (block * KEYS >= tl.load(KvLengths + batch))
     if passed_over:

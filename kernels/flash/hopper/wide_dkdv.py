@@ -35,7 +35,7 @@ from .columns import accumulator_layout, multiply_parts, parts_of, rest_of, rows
 from .dropout import Draw, ds_of, negate
 from .forward_schedule import ROWS
 from .masks import mask_from_end, masked_bias
-from .padding import key_end
+from .padding import key_end, last_key_before
 from .pipeline import LOG2_E, Ring, arrive, make_barriers, opaque, sync_consumers
 from .scheduler import CLAIM_STAGES, issue_claim, make_claims, publish_claim, read_claim
 from .score_mods import probabilities, slope_of, with_distances
@@ -132,7 +132,8 @@ def decode_keys(index, sizes, CAUSAL: gl.constexpr):
     steps = sizes.row_blocks
     masked_until = 0
     if sizes.bounds is not None:
-        batch, last_key = flat_head // sizes.heads, gl.minimum(first_key + KEYS, sizes.kv_len) - 1
+        batch = flat_head // sizes.heads
+        last_key = last_key_before(first_key + KEYS, batch, sizes)
         steps = gl.cdiv(end_rows(last_key, batch, sizes.bounds), ROWS)
         masked_until = steps - end_rows(first_key, batch, sizes.bounds) // ROWS
     last_block = steps - 1
