@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash.call import Options, Tensors
+from kernels.flash.hopper import groups, wide_dkdv, wide_dq
 from kernels.flash.hopper import launch as hopper
-from kernels.flash.hopper import wide_dkdv, wide_dq
 from kernels.flash.hopper.columns import first_of, multiplied, rest_of
 from kernels.flash.hopper.descriptors import layout_of, tile_width
 from kernels.flash.hopper.pipeline import fetch, make_ring
@@ -191,7 +191,7 @@ def test_backward_upwards(
 ) -> None:
     """All heads but those of the last group go upwards."""
     monkeypatch.setattr(hopper, "choose_dq_delay", lambda *_: delay)
-    monkeypatch.setattr(hopper, "CACHED", cached)
+    monkeypatch.setattr(groups, "CACHED", cached)
     check("backward", machine, q_len, kv_len, head_dim, True, batch=2)
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kernels.flash.call import Options, Tensors
+from kernels.flash.hopper import groups, wide_dkdv
 from kernels.flash.hopper import launch as hopper
-from kernels.flash.hopper import wide_dkdv
 from kernels.flash.hopper.backward_schedule import BLOCK_M, KEYS, BackwardSizes, block_at, decode_work_item
 from kernels.flash.hopper.bounds import Bounds, end_keys, end_rows, first_keys, start_rows
 from kernels.flash.hopper.dq import turns_of
@@ -96,7 +96,7 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
             continue  # a block that no query sees, which `hopper.backward` leaves out
         if mask == "full window" and kv_len < q_len:
             continue  # bounds from memory: `masks.by_query`
-        monkeypatch.setattr(hopper, "CACHED", 1 << 16 + number % 5 if causal else 32 << 20)
+        monkeypatch.setattr(groups, "CACHED", 1 << 16 + number % 5 if causal else 32 << 20)
         monkeypatch.setattr(hopper, "sm_count", lambda device, number=number: 1 + number % 11)
         first, last, bounds = seen(mask, q_len, kv_len, flat_heads, left, right)
         q, k = (torch.empty(flat_heads, 1, length, width, device="meta") for length in (q_len, kv_len))
@@ -281,7 +281,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "sm_count", lambda device: 3)
     monkeypatch.setattr(hopper, "OVERLAPPED", {"launch_pdl": True})
-    monkeypatch.setattr(hopper, "CACHED", 1)
+    monkeypatch.setattr(groups, "CACHED", 1)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -9,6 +9,7 @@ from ...launch import Launch, launch, sm_count
 from ..call import Options, Tensors
 from ..dispatch import HOPPER_DTYPES
 from ..masks import ANY, by_query, list_strides, queries_of_keys
+from . import groups
 from .backward import choose_columns, choose_dq_delay, choose_dq_delay_of_few, hopper_backward_kernel
 from .backward_loads import TOGETHER
 from .backward_schedule import BLOCK_M, KEYS
@@ -19,7 +20,7 @@ from .forward import hopper_forward_kernel
 from .forward_schedule import ROWS
 from .padding import clear_kernel
 from .primitives import OVERLAPPED, compile_options
-from .spec import FEW, block_n, has_few_tiles, specify
+from .spec import block_n, has_few_tiles, specify
 from .split_tiles import box_width
 from .wide_dkdv import KEYS as WIDE_KEYS
 from .wide_dkdv import WIDTH, dkdv_kernel
@@ -27,18 +28,12 @@ from .wide_dq import dq_kernel
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
-CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K and V in the forward
 # Warps of the passes before and after the backward, up to head_dim 128. With 4 the whole took 1.02 to 1.12 of the
 # time at 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and 1.00 to 1.01 at 16k tokens of head_dim 128.
 BESIDE = {"num_warps": 8}
-# Heads side by side in the forward with documents, at least: 0.95 to 0.96 of the time of 4 (16k tokens at 128).
-WITH_DOCUMENTS = 16
-# The same of dQ above head_dim 128: 0.95 to 0.98 of the backward's time from 4096 tokens on, with 16 up to 1.00.
-DQ_WITH_DOCUMENTS = 32
 # With tables and up to so many tiles of 128 queries a program, the forward claims late: 0.90 to 0.99 of the time,
 # with one tile 1.01. With 31 and more it takes up to 1.025, under the causal mask (kernels/log/hopper_masks.md).
 LATE = 24
-HEADS = 128  # with few tiles: fewer, in small groups, give the busiest program up to 1.33 as much, by count
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
 
@@ -92,28 +87,27 @@ def forward(
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     features = (bounded, listed, padded, drop, options.softcap, options.precise_delta)
     window = left >= 0 and tensors.document_starts is None and not padded
-    late = tensors.document_starts is not None or (bounded and padded)
-    late = late and heads * batch * -(-q_len // (2 * ROWS.value)) <= LATE * sm_count(q.device)
+    uneven = tensors.document_starts is not None or (bounded and padded)
+    late = uneven and heads * batch * -(-q_len // (2 * ROWS.value)) <= LATE * sm_count(q.device)
     spec = specify(head_dim, causal, q_len, kv_len, heads // kv_heads, *features, full, window, late)
 
     def prepare() -> Launch:
         tiles = triton.cdiv(q_len, ROWS.value * spec.CONSUMERS.value) * heads * batch
-        few = has_few_tiles(head_dim, q_len, heads // kv_heads, *features)
-        tiling = spec.DYNAMIC.value, few and heads * batch >= HEADS
-        documents = tensors.document_starts is not None or (bounded and padded)
-        groups = 1
-        if causal and few and head_dim > 128 and heads * batch < HEADS:
-            # By count, the busiest program has 1.00 to 1.13 of what claiming gives it; in two groups up to 1.5.
-            groups = heads * batch
-        elif bounded and not causal and not spec.DYNAMIC.value:
-            # 4 of an H200's 132. Full windows take 0.85 to 1.01 of the time of 66.
-            groups = max(1, sm_count(q.device) // 32)
-        elif causal or bounded:
-            groups = _forward_heads_per_group(k, heads // kv_heads, *tiling, CACHED, documents)
-        sizes = (q_len, kv_len, heads, batch, groups, tiles, *_sides(options, kv_len - q_len))
+        group, programs = heads // kv_heads, sm_count(q.device)
+        together = groups.of_forward(
+            k.shape,
+            group,
+            programs,
+            causal=causal,
+            bounded=bounded,
+            documents=uneven,
+            dynamic=spec.DYNAMIC.value,
+            few=has_few_tiles(head_dim, q_len, group, *features),
+        )
+        sizes = (q_len, kv_len, heads, batch, together, tiles, *_sides(options, kv_len - q_len))
         numbers = (*out.stride()[:3], *sizes, *list_strides(key_blocks), scale, spec)
-        programs = min(tiles, sm_count(q.device))
-        return hopper_forward_kernel, (programs, 1, 1), numbers, compile_options(tile_width(head_dim))
+        grid = (min(tiles, programs), 1, 1)
+        return hopper_forward_kernel, grid, numbers, compile_options(tile_width(head_dim))
 
     strides = out.stride(), list_strides(key_blocks)
     of_call = (causal, full, scale, left, options.right, options.dropout_p, options.softcap)
@@ -131,43 +125,6 @@ def forward(
         launch(pointers, key, prepare, (q, k, v, out), _describe_forward)
     else:
         launch((out, *pointers), key, prepare, (q, k, v), _describe_forward)
-
-
-def _forward_heads_per_group(
-    k: Tensor, group: int, dynamic: bool, few: bool, cached: int, documents: bool = False
-) -> int:
-    """Query heads in a scheduling group, where tiles are sorted by number of keys. group: query heads per key head.
-
-    Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
-    cache. Statically scheduled ones balance only in groups of half as many heads as there are programs: by count, the
-    busiest of 132 programs then has 0 to 3 % more than the mean, but 6 to 20 % more in groups that fit the cache. If
-    a head has few tiles, and there are `HEADS` or more, the smallest groups balance too, and read a head's keys
-    together: 0.93 to 1.00 of the time (LOG.md). few: whether that is so.
-
-    With documents the last tiles of a group are not those with the fewest keys, and where there are many a program
-    claims them up to two ahead: in a last group of few heads, it has long tiles left when the others have none. (The
-    last group may still have fewer than `WITH_DOCUMENTS`, where it does not divide.) documents: whether there are
-    some, or a window beside padding.
-    """
-    if few:
-        return 1 if k.shape[3] > 64 else 2
-    if not dynamic:
-        return max(1, sm_count(k.device) // 2)
-    batch, kv_heads, kv_len, head_dim = k.shape
-    flat_heads = batch * kv_heads
-    groups = triton.cdiv(flat_heads * 4 * kv_len * head_dim, cached)
-    if documents:
-        groups = min(groups, max(1, group * flat_heads // WITH_DOCUMENTS))
-    return group * triton.cdiv(flat_heads, groups)
-
-
-def _cached(tensors: Tensors, options: Options, q_len: int) -> int:
-    """Bytes of a group of heads that are to fit the L2 cache, in the backward above head_dim 128.
-
-    Half of them with a full window and few queries: 0.97 to 0.99 of the time of 16k tokens in rows of 1024, with 512
-    keys to each side, in all heads of 512 tiles 1.00 to 1.01, in rows of 4096 and 16,384 1.00.
-    """
-    return CACHED // 2 if _is_full_window(tensors, options) and q_len <= 1024 else CACHED
 
 
 def _is_full_window(tensors: Tensors, options: Options) -> bool:
@@ -327,21 +284,19 @@ def _prepare_backward(
     drop, padded = drop_of(options.dropout_p), tensors.kv_lengths is not None
     flat_heads, row_blocks = batch * heads, triton.cdiv(q_len, BLOCK_M[width])
     columns = triton.cdiv(kv_len, KEYS.value)
-    heads_per_group = _backward_heads_per_group(causal or bounded, row_blocks, q.device)
-    documents, long = tensors.document_starts is not None or padded, q_len > 2048
-    if bounded and width == 128 and (long or not (documents and causal)):
-        # Fewer blocks of dQ's sum at a time. A quarter: windows of 1024 at 4096 tokens take 0.79 of the time of all.
-        # Half: 0.96 at 1024 tokens, at 2048 as with a quarter; documents of 1024 in a long row 0.88, in rows of 2048
-        # tokens 0.90 if full, but 1.02 under the causal mask, and 1.06 in rows of 1024 (kernels/log/hopper_masks.md).
-        heads_per_group = max(1, heads_per_group // (4 if long and not documents else 2))
-    tail_head, plain = None, not (bounded or listed or drop or padded)
-    if causal and plain:  # with dropout it would spill 8 to 12 B
-        tail_head, in_cache = _heads_upwards(flat_heads, q_len, width)
-        heads_per_group = in_cache if tail_head else heads_per_group
-    elif plain and width == 64 and q_len == kv_len <= FEW and _in_groups(flat_heads, q_len, width) == 1:
-        # Fewer programs wait for one another. 0.93 to 0.95 of the time at 16 x 8 heads of 256 and 512 queries, full;
-        # fewer heads, other head_dims up to 64, grouped heads, softcap and ALiBi are included but were not timed.
-        heads_per_group = max(flat_heads, heads_per_group)
+    programs = sm_count(q.device)
+    heads_per_group, tail_head = groups.of_backward(
+        flat_heads,
+        q_len,
+        kv_len,
+        width,
+        row_blocks,
+        programs,
+        causal=causal,
+        bounded=bounded,
+        documents=tensors.document_starts is not None or padded,
+        plain=not (bounded or listed or drop or padded),
+    )
     sizes = (
         *(heads, flat_heads, heads_per_group, heads_per_group * columns),
         *(q_len, kv_len, kv_len - q_len, row_blocks, columns, tail_head),
@@ -355,7 +310,7 @@ def _prepare_backward(
     else:
         dq_delay = choose_dq_delay(width, causal, row_blocks, padded, options.softcap > 0)
     spec = (heads // kv_heads, causal, masked, dq_delay, bounded, listed, drop, options.softcap, multiplied)
-    programs = min(flat_heads * columns, sm_count(q.device))
+    programs = min(flat_heads * columns, programs)
     compiled = compile_options(width, dq_delay) | OVERLAPPED
     return hopper_backward_kernel, (programs, 1, 1), (*sizes, options.scale, *spec), compiled
 
@@ -421,9 +376,8 @@ def _backward_wide(
 
     def prepare_dkdv() -> Launch:
         row_blocks, key_blocks = triton.cdiv(q_len, rows), triton.cdiv(kv_len, keys)
-        cached = _cached(tensors, options, q_len)
-        heads_per_group = min(batch * heads, max(1, cached // (4 * q_len * head_dim)))  # Q and dO fit it
-        sizes = (heads, batch * heads, heads_per_group, q_len, kv_len, row_blocks, key_blocks)
+        together = groups.of_dkdv(batch * heads, q_len, head_dim, _is_full_window(tensors, options))
+        sizes = (heads, batch * heads, together, q_len, kv_len, row_blocks, key_blocks)
         strides = (*of_heads[0].stride()[:3], *of_heads[1].stride()[:3])
         numbers = (*strides, *sizes, *sides, scale, heads // kv_heads, head_dim, causal, drop, softcap)
         programs = min(batch * heads * key_blocks, sm_count(device))
@@ -434,13 +388,16 @@ def _backward_wide(
             head_dim, causal, q_len, kv_len, heads // kv_heads, bounded, drop=drop, softcap=softcap
         )
         tiles = triton.cdiv(q_len, 2 * rows) * heads * batch
-        heads_per_group = 1
-        if causal or bounded:
-            cached = _cached(tensors, options, q_len)
-            heads_per_group = _forward_heads_per_group(k, heads // kv_heads, True, False, cached)
-        if starts is not None or (bounded and lengths is not None):
-            heads_per_group = min(batch * heads, max(heads_per_group, DQ_WITH_DOCUMENTS))
-        numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, heads_per_group, tiles, *sides, scale, spec)
+        together = groups.of_dq(
+            k.shape,
+            heads // kv_heads,
+            q_len,
+            causal=causal,
+            bounded=bounded,
+            documents=starts is not None or (bounded and lengths is not None),
+            full_window=_is_full_window(tensors, options),
+        )
+        numbers = (*dq.stride()[:3], q_len, kv_len, heads, batch, together, tiles, *sides, scale, spec)
         return dq_kernel, (min(tiles, sm_count(device)), 1, 1), numbers, compile_options(WIDTH.value)
 
     of_call = (causal, scale, options.left, options.right, options.dropout_p, softcap)
@@ -495,31 +452,3 @@ def _describe_backward(
         rows_of(q, block_m), rows_of(k, KEYS.value), rows_of(v, KEYS.value), rows_of(d_out, block_m),
         rows_of(dk, KEYS.value), rows_of(dv, KEYS.value), Descriptor(dq_sum, sum_block(columns)),
     )  # fmt: skip
-
-
-def _backward_heads_per_group(causal: bool, row_blocks: int, device: torch.device) -> int:
-    """How many heads run concurrently. With few, their tiles stay in the L2 cache; with many, fewer work items of one
-    head, which wait for one another's dQ, are in flight at a time.
-
-    Three items of a head under the causal mask; otherwise a quarter of its blocks of queries. LOG.md has the times.
-    """
-    items_at_once = 3 if causal else max(3, row_blocks // 4)
-    return max(1, sm_count(device) // items_at_once)
-
-
-def _heads_upwards(flat_heads: int, q_len: int, width: int) -> tuple[int, int]:
-    """How many heads go upwards (backward_schedule.py), all but the last group, and the heads of a group.
-
-    A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. This
-    does not depend on the device, or dQ's order of sums would differ between GPUs. At width 128 upwards is 9 % slower
-    at 512 and 2 % at 1024 tokens, and 4 to 23 % faster from 2048 on (kernels/log/hopper_backward.md).
-    """
-    if width == 128 and q_len < 2048:
-        return 0, flat_heads
-    heads_per_group = triton.cdiv(flat_heads, _in_groups(flat_heads, q_len, width))
-    return (flat_heads - 1) // heads_per_group * heads_per_group, heads_per_group
-
-
-def _in_groups(flat_heads: int, q_len: int, width: int) -> int:
-    """Into how many groups the heads fall if each group's Q, dO and sum of dQ fit the L2 cache."""
-    return triton.cdiv(flat_heads * 8 * q_len * width, CACHED)
