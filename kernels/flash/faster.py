@@ -112,9 +112,17 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(128, 128, 2048),  # 0.60 to 0.86; fewer 0.94 to 1.11
         WIDE,  # 0.45 to 0.79
     ),
+    ("forward", "window and kv_lengths"): (
+        Faster(
+            128, 128, tiles=2048
+        ),  # 0.75 to 0.84, one row of 16,384 0.90, 1.01; few 1.02 to 1.42. 64: 1.00 to 1.45
+        MIDDLE_MODS,  # 0.71 to 0.735
+        Faster(136, 256, tiles=512),  # 0.51 to 0.80; few 1.03 to 1.13
+    ),
     ("forward", "kv_lengths"): (
-        Faster(128, 128, tiles=2048),  # 0.76 to 0.93; few 1.11 to 1.61. 64: 0.92 to 1.59
-        Faster(136, 256, tiles=512),  # 0.49 to 0.78; few 1.02 to 1.19
+        Faster(128, 128, tiles=2048),  # 0.76 to 0.92; few 1.09 to 1.68. 64: 0.92 to 1.61
+        MIDDLE_MODS,  # 0.77
+        Faster(136, 256, tiles=512),  # 0.47 to 0.69; few 1.22
     ),
     ("backward", "causal=False"): (
         Faster(64, 64, tiles=512),  # 0.68 to 0.89; few 1.16 to 1.25
@@ -124,10 +132,17 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
         WIDE,  # 0.34 to 0.65
     ),
     ("backward", "cu_seqlens_k"): WIDE_TOO,  # 64: 0.68 to 0.97, 128: 0.61 to 0.86, more: 0.41 to 0.66
+    ("backward", "window and kv_lengths"): (
+        Faster(64, 64, tiles=512),  # 0.69 to 0.87; few 1.04 to 1.16
+        Faster(128, 128, tiles=512),  # 0.62 to 0.75; few 0.92 to 1.01
+        MIDDLE_MODS,  # 0.55 to 0.57
+        WIDE,  # 0.41 to 0.78, at 128 tiles 0.76 to 0.81
+    ),
     ("backward", "kv_lengths"): (
-        Faster(64, 64, tiles=2048),  # 0.77 to 0.95, but in two rows of 8,192 1.01 and 1.23; few 0.98 to 1.31
-        Faster(128, 128, tiles=512),  # 0.64 to 0.82; few 0.87 to 1.10
-        WIDE,  # 0.41 to 0.61, at 128 tiles 0.74 to 0.90
+        Faster(64, 64, tiles=2048),  # 0.755 to 0.90; few 0.98 to 1.30
+        Faster(128, 128, tiles=512),  # 0.63 to 0.71; few 1.11
+        MIDDLE_MODS,  # 0.56
+        WIDE,  # 0.40 to 0.61, at 128 tiles 0.91
     ),
 }
 # Rows that two features need together, besides those of each.
