@@ -162,9 +162,20 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             {"causal": False},
             "triton",
             "hopper",
-            "head_dim 128 or 136 to 256 with window and kv_lengths, not 64",
+            "head_dim 72 to 120 or 128 or 136 to 256 with window and kv_lengths, not 64",
         ),
         ("window kv_lengths", {"head_dim": 128, "length": 4096, "heads": 64}, "hopper", "hopper", None),
+        (
+            "window kv_lengths",
+            {"head_dim": 128, "length": 1024, "kv_len": 1024, "heads": 64},
+            "triton",
+            "hopper",
+            "2048 tiles of 128 queries or more with window and kv_lengths",
+        ),
+        *(
+            (f"{bound} kv_lengths", {"head_dim": 96, "length": 4096, "heads": 80}, "hopper", "hopper", None)
+            for bound in ("window", "cu_seqlens")
+        ),
         ("cu_seqlens window", {"causal": False, "head_dim": 128}, "hopper", "hopper", None),
         (
             "cu_seqlens cu_seqlens_k kv_lengths",
@@ -224,7 +235,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             {},
             "triton",
             "hopper",
-            "head_dim 128 or 136 to 256 with cu_seqlens and kv_lengths, not 64",
+            "head_dim 72 to 120 or 128 or 136 to 256 with cu_seqlens and kv_lengths, not 64",
         ),
         (
             "cu_seqlens kv_lengths",
