@@ -131,17 +131,15 @@ def _hopper(head_dim: int, features: int | None = None) -> list[Job]:
                 jobs += [
                     Job(90, each, head_dim, causal, None, feature=feature, length=length) for each in kernels
                 ]
-    # With tables, few tiles are claimed late (`launch.LATE`).
+    # Few tiles whose costs depend on data are claimed late (`launch.LATE`).
     for job in [job for job in jobs if job.kernel == "hopper_forward"]:
         if "cu_seqlens" in job.feature or {"window", "kv_lengths"} <= set(job.feature.split()):
             jobs.append(replace(job, feature=f"{job.feature} late"))
     # Keys that a window hides from every query (`launch._clears_unseen`).
     windows = [job for job in jobs if job.kernel == "hopper_backward" and "window" in job.feature.split()]
-    tables = {
-        "cu_seqlens",
-        "kv_lengths",
-    }  # `clear_kernel` has them beside padding; documents have as many keys
-    windows = [job for job in windows if head_dim == 128 and tables.isdisjoint(job.feature.split())]
+    # Not beside padding, where `clear_kernel` sets them to 0, nor documents, which have as many keys as queries.
+    others = {"cu_seqlens", "kv_lengths"}
+    windows = [job for job in windows if head_dim == 128 and others.isdisjoint(job.feature.split())]
     jobs += [replace(job, feature=f"{job.feature} unseen") for job in windows]
     plain = [job for job in jobs if not job.feature]
     grouped = [replace(job, feature="gqa") for job in plain if job.kernel == "hopper_forward"]

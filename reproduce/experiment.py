@@ -138,10 +138,8 @@ class Experiment:
 ATTENTIONS = (
     *("kernels.flash", "kernels/flash/portable/measured/sm_90.json"),  # the measured times decide its tiles
     *("kernels.flash.hopper.spec.specify", "kernels.flash.hopper.backward_schedule.BLOCK_M"),  # Hopper's
-    *(
-        "kernels.flash.hopper.launch._prepare_backward",
-        "kernels.flash.hopper.launch.BESIDE",
-    ),  # its grid, and warps
+    "kernels.flash.hopper.launch._prepare_backward",  # its grid
+    "kernels.flash.hopper.launch.BESIDE",  # warps
     *("kernels.flash.hopper.groups.of_forward", "kernels.flash.hopper.groups.of_backward"),
     *("kernels.flash.hopper.groups.of_dkdv", "kernels.flash.hopper.groups.of_dq"),
     "kernels.flash.faster.FASTER",  # where `auto` takes them

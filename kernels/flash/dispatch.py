@@ -101,9 +101,8 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
     unaligned = request.causal and apart % 64 and not by_query
     if which == "forward" and "kv_lengths" in features and unaligned:  # spills 36 to 40 B
         return "lengths that differ by a multiple of 64 with a causal kv_lengths"
-    odd = (
-        request.head_dim > 192 and request.head_dim % 16
-    )  # with padding by query 8 to 16 B, with dropout 4 to 20
+    # There padding by query spills 8 to 16 B, dropout 4 to 20.
+    odd = request.head_dim > 192 and request.head_dim % 16
     if which == "forward" and by_query and odd and not features.isdisjoint(("kv_lengths", "precise_delta")):
         with_these = by_query[-1] + " and precise_delta" * ("kv_lengths" not in features)
         return f"a head_dim that 16 divides with {with_these} above 192, not {request.head_dim}"

@@ -99,9 +99,8 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
     ),
     ("forward", "causal=False"): (  # documents, with a window too
         Faster(64, 64, tiles=2048),  # 0.71 to 0.97; few 1.00 to 1.33
-        Faster(
-            64, 64, 2048, 512
-        ),  # one row of 2048: 0.88, rows of 4096: 0.84, 0.85; 1024 queries 1.00 to 1.33
+        # One row of 2048: 0.88, rows of 4096: 0.84, 0.85; 1024 queries 1.00 to 1.33
+        Faster(64, 64, 2048, 512),
         Faster(128, 128, tiles=512),  # 0.65 to 0.92; few 1.23, 1.24
         Faster(128, 128, 2048, 256),  # one row of 2048: 0.75
         MIDDLE_MODS,  # 0.65 to 0.69
@@ -113,9 +112,8 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
         WIDE,  # 0.45 to 0.79
     ),
     ("forward", "window and kv_lengths"): (
-        Faster(
-            128, 128, tiles=2048
-        ),  # 0.75 to 0.84, one row of 16,384 0.90, 1.01; few 1.02 to 1.42. 64: 1.00 to 1.45
+        # 0.75 to 0.84, one row of 16,384 0.90, 1.01; few 1.02 to 1.42. 64: 1.00 to 1.45
+        Faster(128, 128, tiles=2048),
         MIDDLE_MODS,  # 0.71 to 0.735
         Faster(136, 256, tiles=512),  # 0.51 to 0.80; few 1.03 to 1.13
     ),

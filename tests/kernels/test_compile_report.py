@@ -372,29 +372,33 @@ from kernels.flash.hopper.descriptors import tile_width
 triton.knobs.nvidia.dump_ptxas_log = True
 triton.knobs.compilation.always_compile = True  # a cached kernel would have no log
 launch.OVERLAPPED = {"launch_pdl": True}
-ABSENT = ["OutLow", "Lse", "DLse", "DocumentStart", "KeyBlocks", "KeyStart", "KeyEnd", "RowStart", "RowEnd"]
-for dtype, padded in itertools.product((torch.float16, torch.bfloat16), (False, True)):  # a window beside padding
-    left, options = (100, Options(False, 1.0)) if padded else (None, Options(True, 1.0))
+TABLES = {"DocumentStart", "KeyStart", "KeyEnd", "RowStart", "RowEnd"}
+OPTIONAL = {"OutLow", "Lse", "DLse", "KeyBlocks", "Lengths", "KvLengths", *TABLES}
+# Alone; a window beside padding; and bounds by query, where padding is in those of queries.
+for dtype, form in itertools.product((torch.float16, torch.bfloat16), ("", "window", "tables")):
+    left, options = 100 if form == "window" else None, Options(not form, 1.0)
     for head_dim in HEAD_DIMS:
         x, block_m = torch.empty(2, 3, 1024, head_dim, dtype=dtype, device="meta"), BLOCK_M[tile_width(head_dim)]
         for prepared in (
             launch._prepare_delta(x, x, 0, block_m, KEYS.value, True),
             launch._prepare_round(x, 1024, None, options, left),
-            *([launch._prepare_clear(x, x, left, block_m)] if padded else []),
+            *([launch._prepare_clear(x, x, left, block_m)] if form else []),
         ):
             kernel, _, numbers, compiled = prepared
+            present = {"": set(), "window": {"Lengths", "KvLengths"}, "tables": TABLES}[form]
+            ints = {"Turns", *present, *({"KvLengths"} if kernel is launch.clear_kernel else ())}
             pointers = len(kernel.arg_names) - len(numbers)
             signature, constants, attributes = {}, {}, {}
             for index, name in enumerate(kernel.arg_names):
                 small = "*fp16" if dtype is torch.float16 else "*bf16"
                 given = index < pointers or numbers[index - pointers] is not None
-                absent = name in (*ABSENT, *(() if padded else ("Lengths", "KvLengths"))) or not given
+                absent = name in OPTIONAL - ints or not given
                 if name.isupper() and name not in ("DQ", "DK", "DV") or absent:
                     value = None if absent else numbers[index - pointers]
                     signature[name], constants[index,] = "constexpr", getattr(value, "value", value)
                 elif index < pointers:
-                    ints = name in ("Turns", "Lengths", "KvLengths")
-                    signature[name] = "*i32" if ints else "*fp32" if name in ("Delta", "Sum") else small
+                    floats = "*fp32" if name in ("Delta", "Sum") else small
+                    signature[name] = "*i32" if name in ints else floats
                     attributes[index,] = [["tt.divisibility", 16]]
                 else:
                     signature[name] = "fp32" if name == "scale" else "i32"
@@ -410,8 +414,8 @@ def test_the_passes_beside_the_hopper_backward_compile_without_spills(printed, h
     """With the options of their launches: 8 warps in float16 spill 64 B in the first."""
     said = printed(f"HEAD_DIMS = {head_dims}\n{BESIDE}")
     plain = ["delta_kernel", "round_kernel"]
-    beside_padding = [*plain, "clear_kernel"]
-    assert said == [[name, "0"] for name in 2 * (2 * plain + 2 * beside_padding)]
+    with_bounds = [*plain, "clear_kernel"]
+    assert said == [[name, "0"] for name in 2 * (2 * plain + 4 * with_bounds)]
 
 
 def test_the_interpreter_is_refused() -> None:

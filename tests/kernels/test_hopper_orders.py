@@ -127,8 +127,8 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (5, 5), (5, 6), (3, 13), (1, 9)])
 def test_bounds_of_windows_beside_padding_are_those_of_tables(q_len: int, kv_len: int) -> None:
-    """And so the kernels synchronise by bounds that ascend, each of queries and keys those of the other. Nobody asks
-    for those of padding. Among the lengths are 0, and some that no batch should have."""
+    """And so the kernels synchronise by bounds that ascend, each of queries and keys those of the other. Those of
+    padding decide nothing. Among the lengths are 0, and some that no batch should have."""
     kernel, lengths = _Emulated(Alone(0), 1), torch.arange(-2, kv_len + 3, dtype=torch.int32)
     of_kernels = [kernel.function(f) for f in (first_keys, end_keys, start_rows, end_rows)]
     queries, keys = (torch.arange(n, dtype=torch.int32).as_subclass(Registers) for n in (q_len, kv_len))
@@ -265,9 +265,8 @@ def test_a_block_where_padding_begins_ends_with_its_last_key(packed: bool, wide:
     assert item.steps == last // rows + 1 - (used - 1) // keys * keys // rows
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
-    """What `launch.backward` launches on a GPU, whose new tensors hold what their memory held before."""
+def capture_launches(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What `launch.forward` and `launch.backward` launch, as they come."""
     launched: list[Call] = []
 
     def launch(pointers, key, prepare, moved=(), describe=None) -> None:
@@ -275,11 +274,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
         arguments = (*(describe(*moved) if moved else ()), *pointers, *numbers)
         launched.append(Call(kernel, grid, arguments, options.get("launch_pdl", False)))
 
+    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "sm_count", lambda device: 3)
+    return launched
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
+    """What `launch.backward` launches on a GPU, whose new tensors hold what their memory held before."""
+    launched = capture_launches(monkeypatch)
+
     def new_empty(x: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return x.new_full(shape, float("nan") if (dtype or x.dtype).is_floating_point else 3, dtype=dtype)
 
-    monkeypatch.setattr(hopper, "launch", launch)
-    monkeypatch.setattr(hopper, "sm_count", lambda device: 3)
     monkeypatch.setattr(hopper, "OVERLAPPED", {"launch_pdl": True})
     monkeypatch.setattr(groups, "CACHED", 1)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
@@ -287,6 +294,79 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     torch.set_num_threads(1)
     yield launched
     torch.set_num_threads(threads)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("bound", ["window", "documents", "own offsets"])
+def test_what_no_step_reaches_is_0(bound: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside padding of any length: dK and dV of the blocks of keys that are passed over, and of no others; and dQ of
+    queries that see no key, whose sum holds NaN where no step adds to it."""
+    calls, draw = capture_launches(monkeypatch), torch.Generator().manual_seed(width)
+    emulated = _Emulated(Alone(0), 1)
+    decode, at = (emulated.function(f) for f in (decode_work_item, block_at))
+    passed_over = blind = 0
+    for number, (q_len, more) in enumerate(torch.randint(1, 600, (12, 2), generator=draw).tolist()):
+        batch, causal = 1 + number % 3, number % 2 == 0
+        kv_len = q_len + more * (bound != "documents") * (number % 3 - 1 or 1)
+        kv_len = kv_len if kv_len > 0 else more
+        lengths = torch.randint(-3, kv_len + 4, (batch,), generator=draw, dtype=torch.int32)
+        # None, a block; and just those that the window hides from all queries, or some more.
+        lengths[0] = (0, 128, max(kv_len - q_len - 20, 0))[number % 3]
+        tensors, options = Tensors(kv_lengths=lengths), Options(causal, 1.0)
+        row, key = torch.arange(q_len)[:, None], torch.arange(kv_len)
+        visible = (key < lengths[:, None, None]).expand(batch, q_len, kv_len)
+        if bound == "window":
+            left, right, own = 10 * number % 40, -1 if causal else 30, row + kv_len - q_len
+            options = options._replace(left=left, right=right)
+            visible = visible & (key >= own - left) & (key <= own + max(right, 0))
+        else:
+            offsets = [drawn_offsets(batch * each, number % 4 > 1, draw) for each in (q_len, kv_len)]
+            starts, ends = document_bounds(offsets[0], batch, q_len)
+            if bound == "documents":
+                visible = visible & ((key <= row) | (not causal))
+            else:
+                options = options._replace(causal=False, ragged=True)
+                starts, ends = keys_of_queries(*offsets, None, batch, q_len, kv_len, causal, -1, -1, True)
+            tensors = tensors._replace(document_starts=starts, document_ends=ends)
+            visible = visible & (key >= starts[:, :, None]) & (key < ends[:, :, None])
+        q, k = (torch.zeros(batch, 1, length, width, dtype=torch.float16) for length in (q_len, kv_len))
+        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, k))
+        lse, delta = torch.zeros(2, batch, 1, q_len)
+        calls.clear()
+        hopper.backward(q, None, q, None, lse, q, k, k, dq, dk, dv, delta, tensors, options)
+        by_name = {
+            call.kernel.__name__: dict(zip(call.kernel.arg_names, call.arguments, strict=False))
+            for call in calls
+        }
+        of_main = by_name["hopper_backward_kernel"]
+        given = {name: x if x is None else _argument(x) for name, x in of_main.items()}
+        named = (given[name] for name in ("DocumentStart", "DocumentEnd", "left", "q_len"))
+        bounds = Bounds(
+            *(*named, None, given["RowStart"], given["right"], given["kv_len"]),
+            given["KvLengths"] if bound == "window" and q_len <= kv_len else None,
+        )
+        sizes = BackwardSizes(*(given.get(name) for name in BackwardSizes._fields))._replace(bounds=bounds)
+        reached = torch.zeros(batch, sizes.row_blocks, sizes.key_blocks, dtype=torch.bool)
+        for index in range(sizes.key_blocks * batch):
+            item = decode(Scalar(index), sizes, BLOCK_M[width], False)
+            for step in range(item.steps if item.keys_left > 0 else 0):
+                reached[item.batch, at(item, step, sizes, BLOCK_M[width]), item.key_block] = True
+        total = by_name["round_kernel"]["Sum"].view(batch, sizes.row_blocks, -1).fill_(1.0)
+        total[~reached.any(2)] = float("nan")
+        for call in calls:
+            if call.kernel.__name__ in ("clear_kernel", "round_kernel"):
+                call.kernel[call.grid](*call.arguments)
+        seeing = visible.any(2)
+        assert torch.equal(dq[:, 0], seeing[:, :, None].expand(dq[:, 0].shape).half())
+        kept = reached.any(1).repeat_interleave(KEYS.value, 1)[:, :kv_len]
+        for each in (dk, dv):
+            assert torch.equal(each[:, 0].isnan().all(2), kept)
+            assert not each[:, 0][~kept].any()
+        assert not (visible & ~kept[:, None]).any()
+        passed_over, blind = passed_over + (~kept).any().item(), blind + (~seeing).any().item()
+    assert passed_over > 3
+    assert blind > 3
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Few heads at a time find each other's tensors in the L2 cache. Many balance better, and in the backward keep apart the
 work items of one head, which wait for one another's dQ. Each rule is what was timed; kernels/log/ has the times.
 
-None of these numbers changes what a forward gives. Heads that go upwards sum dQ in another order, so which do depends
+None of these numbers changes a result, but for which heads go upwards: those sum dQ in another order. So that depends
 on the shape alone, not on the device.
 """
 
@@ -42,7 +42,7 @@ def of_forward(
 
     Args:
         group: query heads per key head.
-        programs: of the launch.
+        programs: at most, one for each SM.
         bounded, documents: whether there is a window or documents; documents, or a window beside padding.
         dynamic, few: of spec.py, `DYNAMIC` and `has_few_tiles`.
     """
@@ -93,13 +93,15 @@ def of_backward(
     """Heads of a group in the backward up to head_dim 128, and before which one they go upwards
     (backward_schedule.py), if any may.
 
-    Three work items of a head are in flight under a mask; else a quarter of its blocks of queries.
+    Three work items of a head are in flight under the causal mask, with a window or documents; else a quarter of its
+    blocks of queries.
 
     Args:
         heads: in all batches.
         width: `tile_width` of the head_dim.
+        programs: at most, one for each SM.
         documents: whether there are some, or key padding.
-        plain: no window, documents, block mask, dropout or padding.
+        plain: no window, documents, block mask, dropout or padding; there may be a softcap or ALiBi.
     """
     items = 3 if causal or bounded else max(3, row_blocks // 4)
     together = max(1, programs // items)
@@ -138,14 +140,16 @@ def _in_groups(heads: int, q_len: int, width: int) -> int:
 
 
 def of_dkdv(heads: int, q_len: int, head_dim: int, full_window: bool) -> int:
-    """Heads of a group for dK and dV above head_dim 128: those whose Q and dO fit. heads: in all batches."""
+    """Heads of a group for dK and dV above head_dim 128: those whose Q and dO fit. heads: in all batches.
+    full_window: whether that is all there is."""
     return min(heads, max(1, _cached(q_len, full_window) // (4 * q_len * head_dim)))
 
 
 def of_dq(
     k: KeyShape, group: int, q_len: int, *, causal: bool, bounded: bool, documents: bool, full_window: bool
 ) -> int:
-    """Heads of a group for dQ above head_dim 128, which walks rows as the forward does. Arguments as there."""
+    """Heads of a group for dQ above head_dim 128, which walks rows as the forward does. Arguments as there, and
+    full_window: whether that is all there is."""
     batch, kv_heads, _, _ = k
     together = 1
     if causal or bounded:

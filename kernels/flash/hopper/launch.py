@@ -31,8 +31,9 @@ Shape = tuple[int, ...]
 # Warps of the passes before and after the backward, up to head_dim 128. With 4 the whole took 1.02 to 1.12 of the
 # time at 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and 1.00 to 1.01 at 16k tokens of head_dim 128.
 BESIDE = {"num_warps": 8}
-# With tables and up to so many tiles of 128 queries a program, the forward claims late: 0.90 to 0.99 of the time,
-# with one tile 1.01. With 31 and more it takes up to 1.025, under the causal mask (kernels/log/hopper_masks.md).
+# Where data decide what a tile costs, with up to so many tiles of 128 queries a program, the forward claims late:
+# 0.90 to 0.99 of the time, with one tile 1.01. With 31 and more it takes up to 1.025, under the causal mask
+# (kernels/log/hopper_masks.md).
 LATE = 24
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
@@ -195,7 +196,7 @@ def backward(
     is_wide = tile_width(q.shape[3]) == WIDTH.value
     keys = WIDE_KEYS.value if is_wide else KEYS.value
     unseen = 0
-    if options.left >= 0 and tensors.kv_lengths is None:  # else `clear_kernel` sets them to 0
+    if options.left >= 0 and tensors.kv_lengths is None:  # else `clear_kernel` does, or `dkdv_kernel`
         unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys
     zeros: tuple[Tensor | None, Tensor | None] = None, None
     if unseen:  # the window hides the first blocks of keys from every query

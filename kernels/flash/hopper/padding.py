@@ -1,8 +1,9 @@
 """Key padding in the Hopper kernels: kv_lengths, the number of keys of each batch. Beside documents and windows the
 bounds by query end where it begins (bounds.py).
 
-Neither pass visits a block of keys that is all padding: the forward's tiles end before it, and the backward passes
-over its work item, whose dK and dV `clear_kernel` sets to 0; above head_dim 128 the item has no step (wide_dkdv.py).
+The forward visits no block of keys that is all padding, but for one, masked, of a tile that sees no key. The backward
+passes over its work item, whose dK and dV `clear_kernel` sets to 0; above head_dim 128 the item has no step
+(wide_dkdv.py). A block where padding begins has the bounds of its last key in use (`last_key_before`).
 
 Padding may hold anything, and 0 times NaN is NaN. So where a sum over keys multiplies rows of K and V beyond the last
 key, they are set to 0 in shared memory by every warpgroup that does. Since all write the same numbers, none waits for
@@ -29,8 +30,8 @@ def key_end(batch, sizes):
 
 @gluon.jit
 def last_key_before(end, batch, sizes):
-    """The last key before one that is no padding. A block's bounds are its: with those of padding, a block where that
-    begins would have steps for queries that see none of its keys."""
+    """The last key before `end` that is not padding. Its bounds are those of the block of keys that ends there: with
+    those of padding, a block where that begins would have steps for queries that see none of its keys."""
     end = gl.minimum(end, key_end(batch, sizes))
     if sizes.KvLengths is not None:
         end = gl.maximum(end, 1)  # of a batch without keys, whose blocks are passed over

@@ -108,7 +108,7 @@ def specify(
         precise: what rounding takes from out is stored too.
         full: of bounds by query, that they are those of a call without a causal mask.
         window: the sides of a window, and nothing else, bound what tiles see. The dQ above 128 has no use for it.
-        late: there are few tiles, and tables alone know what each costs: each is claimed late. Likewise.
+        late: there are few tiles, and data alone say what each costs: each is claimed late. Likewise.
     """
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,
