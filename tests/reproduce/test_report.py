@@ -861,7 +861,7 @@ def test_the_page_filters_by_state_and_fits_a_phone_and_a_dark_screen():
     assert "button.onclick" in html
     assert "claim.hidden = on && claim.dataset.state !== button.dataset.state" in html
     assert "details > summary:hover {" in html
-    assert_fits(html, 700, COLUMNS)
+    assert_fits(html, 900, COLUMNS)
     assert "figure svg { filter: invert" in media(html, "prefers-color-scheme: dark")
 
 
