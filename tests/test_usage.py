@@ -191,7 +191,7 @@ def test_the_errors_of_the_list_are_errors_of_the_code() -> None:
 def test_the_sample_of_a_comparison_has_the_columns_of_today() -> None:
     lines = [tuple(re.split("  +", line.strip())) for line in PAGE.splitlines()]
     assert comparison.HEADER in lines
-    assert seeds.HEADER in lines
+    assert seeds.HEADER[1:] in lines  # seeds alone differ
 
 
 def test_what_the_page_repeats_of_others_is_what_they_say() -> None:

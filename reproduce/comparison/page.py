@@ -33,7 +33,7 @@ def page(runs: list[Run]) -> str:
         shared=_shared(runs),
         warnings=warnings(runs),
         notes=notes(runs),
-        over_seeds=(seeds.HEADER, seeds.table(runs)) if sweep else None,
+        over_seeds=seeds.shown(runs) if sweep else None,
         table=(HEADER, table(runs)),
         folders=(("run", "folder"), [[run.label, os.path.relpath(run.path)] for run in runs]),
         bars=[each for each in _bars(runs) if each["longest"]],

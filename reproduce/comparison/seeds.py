@@ -173,6 +173,13 @@ def table(runs: list[Run]) -> list[list[str]]:
     return [_row(group) for group in groups(runs)]
 
 
+def shown(runs: list[Run]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """The header and the rows of `table`, without settings where attention and seeds alone differ."""
+    rows = table(runs)
+    first = 0 if any(row[0] != "-" for row in rows) else 1
+    return HEADER[first:], [row[first:] for row in rows]
+
+
 def _row(group: Group) -> list[str]:
     ends, differences = [loss for _, loss in _ends(group.runs)], group.differences
     speeds = [speed for run in group.runs if (speed := run.speed(_SPEED))]

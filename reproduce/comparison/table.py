@@ -229,7 +229,7 @@ def text(runs: list[Run]) -> str:
     sweep = seeds.is_sweep(runs)
     lines = [text_table(HEADER, table(runs), numbers=False)]
     if sweep:
-        lines += ["", text_table(seeds.HEADER, seeds.table(runs), numbers=False)]
+        lines += ["", text_table(*seeds.shown(runs), numbers=False)]
     lines += ["", *(f"! {each}" for each in warnings(runs)), *(f"  {each}" for each in notes(runs))]
     for title, differing in (
         ("settings that differ", {} if sweep else differing_settings(runs)),

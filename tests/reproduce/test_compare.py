@@ -421,6 +421,7 @@ def test_a_sweep_over_attention_seed_and_rate_is_compared_in_matched_pairs(copie
             assert run.label == f"sdpa lr={rate} seed={seed}"
             assert row[1].endswith(f"({difference:+.2g})")
     slow, fast = (row for row in seeds.table(runs) if row[1] == "sdpa")
+    assert seeds.shown(runs) == (seeds.HEADER, seeds.table(runs))
     assert slow[0] == "lr 0.001"
     assert slow[3] == "3.1100 ± 0.013"
     assert slow[4].endswith(" ± 0.0014")
@@ -449,8 +450,9 @@ def test_a_run_missing_from_a_sweep_costs_only_its_own_pair(copies):
     del paths[1]
     said = told(*paths)
     assert "without a run of naive with equal settings, so not compared: sdpa seed=2." in said
-    naive, sdpa = seeds.table(find_runs([str(path) for path in paths]))
-    assert (naive[2], naive[4], sdpa[2], sdpa[5]) == ("2", "-", "3", "no: equal")
+    header, (naive, sdpa) = seeds.shown(find_runs([str(path) for path in paths]))
+    assert header[0] == "attention"  # no settings, as none differ
+    assert (naive[1], naive[3], sdpa[1], sdpa[4]) == ("2", "-", "3", "no: equal")
     (alone,) = (row for row in table(find_runs([str(path) for path in paths])) if row[0] == "sdpa seed=2")
     assert alone[1] == "3.0200"
 
