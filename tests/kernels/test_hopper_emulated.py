@@ -533,7 +533,7 @@ def test_forward_whose_tiles_are_dealt_and_out_stored_by_tma(
     spec = specify(head_dim, causal, q_len, kv_len)
     assert spec.OUT_BY_TMA.value
     assert not spec.DYNAMIC.value
-    monkeypatch.setattr(hopper, "HEADS", 1)  # a causal call's tiles of a head next to each other
+    monkeypatch.setattr(groups, "HEADS", 1)  # a causal call's tiles of a head next to each other
     check("forward", machine, q_len, kv_len, head_dim, causal, kv_heads=2)
 
 
