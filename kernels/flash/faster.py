@@ -118,7 +118,7 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
         Faster(136, 256, tiles=512),  # 0.51 to 0.80; few 1.03 to 1.13
     ),
     ("forward", "kv_lengths"): (
-        Faster(128, 128, tiles=2048),  # 0.76 to 0.92; few 1.09 to 1.68. 64: 0.92 to 1.61
+        Faster(128, 128, tiles=2048),  # 0.76 to 0.89; few 1.09 to 1.68. 64: 0.92 to 1.61
         MIDDLE_MODS,  # 0.77
         Faster(136, 256, tiles=512),  # 0.47 to 0.69; few 1.22
     ),
@@ -138,7 +138,7 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
     ),
     ("backward", "kv_lengths"): (
         Faster(64, 64, tiles=2048),  # 0.755 to 0.90; few 0.98 to 1.30
-        Faster(128, 128, tiles=512),  # 0.63 to 0.71; few 1.11
+        Faster(128, 128, tiles=512),  # 0.63 to 0.71, grouped heads 0.745 before; few 1.11
         MIDDLE_MODS,  # 0.56
         WIDE,  # 0.40 to 0.61, at 128 tiles 0.91
     ),

@@ -32,8 +32,8 @@ Shape = tuple[int, ...]
 # time at 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and 1.00 to 1.01 at 16k tokens of head_dim 128.
 BESIDE = {"num_warps": 8}
 # Where data decide what a tile costs, with up to so many tiles of 128 queries a program, the forward claims late:
-# 0.90 to 0.99 of the time, with one tile 1.01. With 31 and more it takes up to 1.025, under the causal mask
-# (kernels/log/hopper_masks.md).
+# 0.89 to 1.00 of the time, with one tile a program 1.01 to 1.06. With 31 and more it takes up to 1.025, under the
+# causal mask (kernels/log/hopper_masks.md).
 LATE = 24
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
