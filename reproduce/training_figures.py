@@ -243,7 +243,7 @@ def _apart(sample: Sample, other: Sample) -> str:
     """What a ratio says of two samples that were not timed in one run, else ""."""
     if sample["part"] != other["part"]:
         return f"; {other['context']} in part {other['part']}, timed apart"
-    return "" if sample.get("again") == other.get("again") else "; timed apart"
+    return "" if sample["again"] == other["again"] else "; timed apart"
 
 
 def _judge_fa2(results: Results, found: Verdicts) -> None:

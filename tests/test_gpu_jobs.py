@@ -21,6 +21,7 @@ from reproduce.older_code import FASTER_SINCE
 from reproduce.report_notes import timed_again
 from reproduce.results import changed_since, faster_since, without_outrun
 from reproduce.ring import samples as ring_samples
+from reproduce.timing import timed as figures
 from reproduce.timing import took
 from tests.conftest import ROOT
 
@@ -221,11 +222,14 @@ def test_over_a_complete_document_go_the_points_that_every_process_timed_again(t
         *({**each, "again": "def"} for each in more),
     ]
     assert joined["settings"]["lengths"] == [8192]
-    # The process that it lacks joins that of one alone.
+    # The process that it lacks joins that of one alone, and is of the same figure.
     (folder / "attention.partial.json").write_text(json.dumps({**other, "samples": [timed(512, 1, 3.0)]}))
-    subprocess.run(merge, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    later = ["fed" if word == "def" else word for word in merge]
+    subprocess.run(later, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     last = json.loads((into / "attention.json").read_text())["samples"][-2:]
     assert [(each["length"], each["process"]) for each in last] == [(512, 0), (512, 1)]
+    (figure,) = figures({"samples": last})
+    assert (len(took(figure, "flash")), figure["again"]) == (2, {"def", "fed"})
     (into / "attention.json").write_text(json.dumps(merged))
     # Once more, and one process twice, which is no other process.
     (folder / "attention.partial.json").write_text(json.dumps({**said, **new, "samples": [*again, again[2]]}))
