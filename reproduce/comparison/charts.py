@@ -37,7 +37,8 @@ def charts(runs: list[Run]) -> list[Chart]:
     base = runs[0].label if all(each is runs[0] for each in bases) else f"the matched {runs[0].attention}"
     tokens, seconds = _losses(runs, "tokens"), _losses(runs, "seconds")
     speeds = [each for i, run in enumerate(runs) for each in _series(i, run.curve("perf/tokens_per_second"))]
-    parted = parting(tokens)
+    number = {id(run): i for i, run in enumerate(runs)}
+    parted = parting(tokens, [number[id(each)] for each in bases])
     times = [time for run in runs if (time := run.curve("seconds").get(parted)) and same_tokens(runs[0], run)]
     found = [
         _chart("Loss against tokens", "tokens", "nats a token", tokens, parted),
@@ -85,11 +86,18 @@ def _differences(runs: list[Run], bases: list[Run]) -> list[dict]:
     return found
 
 
-def parting(series: list[dict]) -> float | None:
-    """The x from which on the training curves differ visibly; None if that is at their first point or last tenth."""
-    curves = [dict(zip(each["x"], each["y"], strict=True)) for each in series if not each["dots"]]
-    common = sorted(set.intersection(*map(set, curves))) if len(curves) > 1 else []
-    spreads = [max(curve[x] for curve in curves) - min(curve[x] for curve in curves) for x in common]
+def parting(series: list[dict], bases: list[int]) -> float | None:
+    """The x from which on training curves differ visibly from those of the runs that they are compared with (`bases`
+    has each run's); None if that is at their first point or last tenth.
+
+    Of a sweep's curves those of other seeds and rates are apart from the first step on.
+    """
+    curves = {
+        each["run"]: dict(zip(each["x"], each["y"], strict=True)) for each in series if not each["dots"]
+    }
+    pairs = [(curve, curves[bases[i]]) for i, curve in curves.items() if i != bases[i] in curves]
+    common = sorted(set.intersection(*(set(ours) & set(theirs) for ours, theirs in pairs))) if pairs else []
+    spreads = [max(abs(ours[x] - theirs[x]) for ours, theirs in pairs) for x in common]
     most = max(spreads, default=0)
     if not most:
         return None

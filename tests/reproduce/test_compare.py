@@ -543,11 +543,16 @@ def test_the_loss_axis_starts_where_the_curves_part():
     def curve(run: int, ends: list[float]) -> dict:
         return {"run": run, "x": list(range(10)), "y": [10 - x for x in range(7)] + ends, "dots": False}
 
-    assert charts.parting([curve(0, [3, 2, 1]), curve(1, [3, 2.5, 2])]) == 7
-    assert charts.parting([curve(0, [3, 2, 1]), curve(1, [3, 2, 1])]) is None
+    assert charts.parting([curve(0, [3, 2, 1]), curve(1, [3, 2.5, 2])], [0, 0]) == 7
+    assert charts.parting([curve(0, [3, 2, 1]), curve(1, [3, 2, 1])], [0, 0]) is None
     apart = [{**curve(1, [4, 3, 2]), "y": [11 - x for x in range(10)]}, curve(0, [3, 2, 1])]
-    assert charts.parting(apart) is None  # from the first point on: nothing to leave out
-    assert charts.parting([curve(0, [3, 2, 1])]) is None
+    assert charts.parting(apart, [0, 0]) is None  # from the first point on: nothing to leave out
+    assert charts.parting([curve(0, [3, 2, 1])], [0]) is None
+    # Two seeds, apart from the first point on: each run is compared with its match.
+    other = {**curve(2, [3, 2, 1]), "y": [12 - x for x in range(10)]}
+    seeds = [curve(0, [3, 2, 1]), curve(1, [3, 2.5, 2]), other, {**other, "run": 3}]
+    assert charts.parting(seeds, [0, 0, 2, 2]) == 7
+    assert charts.parting(seeds, [0, 0, 0, 0]) is None
 
 
 def test_among_many_runs_only_those_that_differ_are_named(copies):
