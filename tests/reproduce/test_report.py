@@ -103,7 +103,8 @@ def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(l
     results = {"device": GPU, "samples": in_three(*samples)}
     (found,) = (v for v in attention_verdicts.judge(results) if v.claim == "C17")
     where = "4096 tokens" if lengths == (4096,) else "mean of 1024, 4096 tokens"
-    assert (found.what, found.status) == (f"standard/flash time, {where}", "reproduced")
+    assert found.what == f"standard/flash time, {where}"
+    assert found.status == "not comparable"  # lacks the fastest
     assert found.ours == "d64 8.0x, d64 causal 16.0x, d128 4.0x, d128 causal 12.0x"
     compiled = "d64 4.0x, d64 causal 8.0x, d128 2.0x, d128 causal 6.0x"
     assert found.why.endswith(f"over compiled standard attention {compiled}")
@@ -120,6 +121,7 @@ def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(l
         if v.claim == "C17"
     )
     assert "standard+cut" not in found.why
+    assert found.status == "reproduced"
     if len(lengths) > 1:  # a length at which one shape was not compiled is in none of their means
         uncompiled = next(each for each in samples if each["length"] == lengths[-1])
         del uncompiled["ms"]["standard+compiled"]
@@ -130,12 +132,16 @@ def test_c17_names_the_lengths_that_were_timed_and_shows_the_compiled_baseline(l
         )
         assert found.what.endswith(where)
         assert found.why.endswith(f"over compiled standard attention, at {lengths[0]} tokens, {compiled}")
-    for sample in samples:
-        if sample["head_dim"] == 64 and sample["causal"]:  # then causal at 128 gains more than at 64
-            sample["ms"]["flash"] = {phase: [2.0] * 3 for phase in ("forward", "backward")}
-    results = {"device": GPU, "samples": in_three(*samples)}
-    (found,) = (v for v in attention_verdicts.judge(results) if v.claim == "C17")
-    assert found.status == "not reproduced"
+    # Causal at 128 gains more than at 64; then at 64 less than without a mask.
+    for flash in ({64: 2.0, 128: 1.0}, {64: 16 / 6, 128: 12 / 5}):
+        for sample in samples:
+            if sample["causal"]:
+                sample["ms"]["flash"] = dict.fromkeys(
+                    ("forward", "backward"), [flash[sample["head_dim"]]] * 3
+                )
+        results = {"device": GPU, "samples": in_three(*samples)}
+        (found,) = (v for v in attention_verdicts.judge(results) if v.claim == "C17")
+        assert found.status == "not reproduced"
 
 
 @pytest.mark.parametrize(
