@@ -26,13 +26,11 @@ from tilegpt.kernels.versions import gluon_lacks, kernels_lack
 if missing := kernels_lack():
     sys.exit(f"our kernels need {missing}")
 
-import triton
-import triton.language as tl
 from tilegpt.kernels.history import flash1
+from tilegpt.kernels.history.one_pass import one_pass
 from tilegpt.kernels.history.softmax import online_softmax, safe_softmax
 
 HEAD_DIM = 64
-KEYS = 64  # in a tile of rung 5
 # Queries in a tile, which share each load of K and V; on rung 6 keys, which share one of q and out.
 TILES = {"two passes": 64, "FlashAttention": 128, "FlashAttention-2": 128}
 HOPPER = "Hopper kernels"  # their tiles depend on the length
@@ -51,35 +49,7 @@ def with_softmax(softmax):
     return attend
 
 
-# %% Rung 5, as the notes write it: one query, one pass, and an output that is normalised at every step.
-@triton.jit
-def one_pass_kernel(Q, K, V, Out, length, scale, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Grid (length,). A head's Q, K, V, Out (length, HEAD_DIM), contiguous; length is a multiple of KEYS."""
-    row, dims = tl.program_id(0), tl.arange(0, HEAD_DIM)
-    q = tl.load(Q + row * HEAD_DIM + dims).to(tl.float32) * scale
-    m, l = float("-inf"), 0.0  # noqa: E741
-    out = tl.zeros([HEAD_DIM], tl.float32)
-    for first in range(0, length, KEYS):
-        places = (first + tl.arange(0, KEYS))[:, None] * HEAD_DIM + dims[None, :]
-        x = tl.sum(tl.load(K + places).to(tl.float32) * q[None, :], 1)
-        new_m = tl.maximum(m, tl.max(x, 0))
-        p = tl.exp(x - new_m)
-        before = l * tl.exp(m - new_m)
-        new_l = before + tl.sum(p, 0)
-        v = tl.load(V + places).to(tl.float32)
-        out = out * (before / new_l) + tl.sum(p[:, None] * v, 0) / new_l
-        m, l = new_m, new_l  # noqa: E741
-    tl.store(Out + row * HEAD_DIM + dims, out.to(Out.dtype.element_ty))
-
-
-def one_pass(q, k, v):
-    out = torch.empty_like(q)
-    length = q.shape[2]
-    one_pass_kernel[(length,)](q, k, v, out, length, HEAD_DIM**-0.5, KEYS, HEAD_DIM)
-    return out
-
-
-# %% Rungs 4, 6 and 7 are backends of `attention=`.
+# %% Rungs 4, 6 and 7 are backends of `attention=`; rung 5, one query a program, is for reading.
 def backend(name):
     attention = get_attention(name)
     return lambda q, k, v: attention(q, k, v, causal=False)

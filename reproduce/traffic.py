@@ -12,16 +12,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kernels.flash.portable.launch import architecture
 from kernels.flash.portable.tiles import KERNELS, Tile, forced, tile_for
+from kernels.history.one_pass import one_pass
+from kernels.history.softmax import online_softmax, safe_softmax
 
 from . import counting, hardware_counters, paper, peers, plots, timing
 from .attention import DROPPED, PADDED, Inputs, Workload, attend_with, backend_names, check, race, time_all
 from .attention_figures import EAGER, is_hopper, over, speedup
 from .experiment import Options, Results, Sample, Timing, Verdict, Verdicts, pick
 from .peers import BASELINE, OURS
-from .standard import standard_passes
+from .standard import standard_attention, standard_passes
 from .timing import Times, fastest, timed, took
 
 OF_A_WARPGROUP = 64  # queries: Hopper's tensor core instruction takes no fewer
@@ -122,6 +125,7 @@ def _time(options: Options) -> None:
     dropped = replace(plain, mask=DROPPED)
     options.timed(partial(time_passes, dropped, options), kind="passes", **asdict(dropped))
     options.timed(partial(time_tiles, plain, options), kind="tiles", **asdict(plain))
+    options.timed(partial(time_rungs, plain, options), kind="rungs", **asdict(plain))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the profiled program is a separate process that needs memory on the same device
     for name in (BASELINE, OURS):
@@ -170,6 +174,27 @@ def time_tiles(workload: Workload, options: Options) -> Sample:
 
     attends = {str(block_m): with_rows(block_m) for block_m in options.settings.block_m}
     return race(attends, [Inputs(workload, torch.float16, options.device)], options, backward=False)
+
+
+def time_rungs(workload: Workload, options: Options) -> Sample:
+    """The forward of those rungs of docs/ladder.md that are no backend, beside standard attention's.
+
+    "errors": the first head's greatest against float64.
+    """
+
+    def attend(softmax: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = next(standard_passes(q, k, v, None, 0.0))
+        return torch.bmm(softmax(scores.flatten(0, 1)).view_as(scores), v.flatten(0, 1)).view_as(q)
+
+    rungs = {"safe softmax": partial(attend, safe_softmax), "online softmax": partial(attend, online_softmax)}
+    attends = {BASELINE: standard_attention, **rungs, "one pass": one_pass}
+    inputs = Inputs(workload, torch.float16, options.device)
+    with torch.no_grad():
+        q, k, v = (each[0, 0].double() for each in inputs.qkv)
+        exact = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+        errors = {name: (its(*inputs.qkv)[0, 0] - exact).abs().max().item() for name, its in attends.items()}
+        calls = {name: (lambda inputs, number, its=its: its(*inputs.qkv)) for name, its in attends.items()}
+        return {**race(calls, [inputs], options, backward=False), "errors": errors}
 
 
 # ---- the page ----------------------------------------------------------------------------------------

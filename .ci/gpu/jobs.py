@@ -275,6 +275,7 @@ ORDER = "--only 'kind=order,check,flash1 tiles,passes'"
 for name, (what, line) in {
     "numerics": ("C1, C2, C26", "whole reproduce numerics"),
     "traffic": ("C3, C6, C29, C31: ncu's counters", "whole reproduce traffic"),
+    "rungs": ("docs/ladder.md: times of rungs 2, 3 and 5", "slice reproduce traffic --only kind=rungs"),
     "sparse": ("C5, C10", "whole reproduce sparse"),
     "history_1": ("order of the loops", f"slice reproduce history --select lengths=1024,4096,16384 {ORDER}"),
     "history_2": ("order of the loops", f"slice reproduce history --select lengths=512,2048,8192 {ORDER}"),

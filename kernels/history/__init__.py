@@ -2,15 +2,15 @@
 
     softmax.py   softmax of a row in three passes (safe), and in two (online)
     two_pass.py  attention in two passes over the keys: online softmax statistics, then the output
+    one_pass.py  attention in one pass over the keys, a query a program
     chunked.py   attention in chunks with checkpointing, in PyTorch: flash attention's memory without its speed
     stored_p.py  one kernel that stores the probabilities, as Apex's FMHA did, of short rows without a causal mask
     flash1.py    FlashAttention of 2022: one pass, with keys in the outer loop and queries in the inner one
     flash2.py    FlashAttention-2 of 2023, with each of its changes undone
     flash3.py    FlashAttention-3's forward of 2024, with each of its schedules undone; on Hopper
 
-Each step saves memory, traffic or work; `python -m reproduce history` counts and times them. The attentions, but for
-stored_p, flash2 and flash3, are registered under the files' names; triton is imported when one that needs it is
-loaded, not before.
+Each step saves memory, traffic or work; `python -m reproduce history` counts and times them. two_pass, chunked and
+flash1 are registered under these names; triton is imported when one that needs it is loaded, not before.
 """
 
 from ..flash.dispatch import refuses_kernels

@@ -5,8 +5,7 @@ the state of each query (output, softmax maximum and sum; in the backward its gr
 back for the next tile of keys. FlashAttention-2 exchanged the loops; `kernels.flash` does it that way.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 
 import torch
 import triton
@@ -14,6 +13,7 @@ import triton.language as tl
 
 from ..arguments import check_scale
 from ..flash.operators import empty_like
+from ..flash.portable import tiles
 from ..flash.portable.forward import LOWEST
 from ..flash.portable.memory import load_rows, load_vector, store_rows
 from ..flash.portable.tiles import Tile
@@ -41,18 +41,8 @@ CANDIDATES = {
     ("backward", 128): (BACKWARD[128], Tile(32, 32, 8, 1)),
 }
 _forced: dict[str, Tile] = {}
-
-
-@contextmanager
-def forced(**tiles: Tile) -> Iterator[None]:
-    """Context: run "forward" and "backward" with these tiles, to find the fastest."""
-    before = dict(_forced)
-    _forced.update(tiles)
-    try:
-        yield
-    finally:
-        _forced.clear()
-        _forced.update(before)
+# Context: run "forward" and "backward" with the tiles that it is given by these names, to find the fastest.
+forced = partial(tiles.forced, _forced)
 
 
 def flash1_attention(

@@ -13,6 +13,7 @@ from kernels import AttentionError
 from kernels.features import FEATURES
 from kernels.flash.portable.tiles import Tile
 from kernels.history import flash1, flash2, softmax, stored_p, two_pass
+from kernels.history.one_pass import KEYS, one_pass
 from kernels.philox import dropout_mask
 from tests.conftest import INTERPRETED
 from tests.kernels.accuracy import assert_as_accurate, golden, inputs
@@ -503,6 +504,14 @@ def assert_the_k_largest(x: torch.Tensor, k: int, values: torch.Tensor, indices:
 def rows_of(length: int, dtype: torch.dtype, rows: int = 3) -> torch.Tensor:
     x = torch.randn(rows, length, generator=torch.Generator().manual_seed(length)) * 3
     return x.to(DEVICE, dtype)
+
+
+@HALF_AND_SINGLE
+def test_one_pass_of_every_head(dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(3, 2, 3, 2 * KEYS, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    expected = torch.softmax(q.double() @ k.double().mT / 32**0.5, -1) @ v.double()
+    within = 1e-3 if dtype is torch.float16 else 1e-5
+    torch.testing.assert_close(one_pass(q, k, v).double(), expected, rtol=within, atol=within)
 
 
 @HALF_AND_SINGLE

@@ -99,15 +99,15 @@ def tile_for(
 
 
 @contextlib.contextmanager
-def forced(**tiles: Tile) -> Iterator[None]:
+def forced(of: dict[str, Tile] = _forced, /, **tiles: Tile) -> Iterator[None]:
     """Context: run the named kernels with these tiles, not the table's: for tests, tuning, traffic counts."""
-    before = dict(_forced)
-    _forced.update(tiles)
+    before = dict(of)
+    of.update(tiles)
     try:
         yield
     finally:
-        _forced.clear()
-        _forced.update(before)
+        of.clear()
+        of.update(before)
 
 
 def are_forced() -> bool:
