@@ -14,7 +14,7 @@ import torch
 import sample
 import train
 from tests.conftest import losses, measured, rows
-from tests.training.ranks import logged, torchrun, wait_until
+from tests.training.ranks import done_on, ended_on, logged, wait_until
 from training.checkpoint import find, load_training
 from training.config import ConfigError
 from training.trainer import Trainer
@@ -376,8 +376,7 @@ def test_a_numbered_gpu_under_torchrun_is_refused(started, monkeypatch, tiny):
 
 @pytest.mark.parametrize("wrong", ["trainer.step=5", "trainer.micro_batch=7"])
 def test_of_all_ranks_that_refuse_a_run_one_says_so(user_environment, tiny, tmp_path, wrong):
-    two = torchrun(2, str(ROOT / "train.py"), *tiny, wrong)
-    done = subprocess.run(two, capture_output=True, text=True, cwd=tmp_path, env=user_environment)
+    done = ended_on(2, [str(ROOT / "train.py"), *tiny, wrong], tmp_path, user_environment)
     assert done.returncode == 1
     assert len([line for line in done.stderr.splitlines() if line.startswith("error: trainer.")]) == 1
 
@@ -584,15 +583,7 @@ def test_two_ranks_give_the_same_losses_as_one_rank(
     questions.write_text("".join(json.dumps(question | {"label": label}) + "\n" for label in (0, 1, 2, 2, 3)))
     tiny = [*tiny, "trainer.hellaswag=true", f"trainer.hellaswag_file={questions}", "trainer.sample_every=5"]
     assert started(train.main, *tiny, "hydra.run.dir=one") == 0
-    two = subprocess.run(
-        torchrun(2, str(ROOT / "train.py"), *tiny, "hydra.run.dir=two"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-        env=user_environment,
-    )
-    assert two.returncode == 0, two.stderr
+    done_on(2, [str(ROOT / "train.py"), *tiny, "hydra.run.dir=two"], tmp_path, user_environment)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     evaluated = [json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two")]
     assert evaluated[1]["val/loss"] == pytest.approx(evaluated[0]["val/loss"], rel=1e-5)

@@ -43,23 +43,25 @@ def train_on(
 def done_on(
     ranks: int, script: list[str], folder: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess:
-    """A script with its arguments, run to its end on so many ranks, in `folder`; it has to succeed."""
-    done = subprocess.run(
+    """`ended_on` of what has to succeed."""
+    done = ended_on(ranks, script, folder, environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def ended_on(
+    ranks: int, script: list[str], folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess:
+    """A script with its arguments, run to its end on so many ranks, in `folder`; it finds our packages."""
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]  # it may hold another torch
+    return subprocess.run(
         torchrun(ranks, *script),
         capture_output=True,
         text=True,
         timeout=300,
         cwd=folder,
-        env=with_root(environment),
+        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
     )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def with_root(environment: dict[str, str]) -> dict[str, str]:
-    """An environment in which a script of another folder finds our packages."""
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]  # it may hold another torch
-    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def started_on(

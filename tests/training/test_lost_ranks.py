@@ -12,7 +12,7 @@ import pytest
 
 import train
 from tests.conftest import measured
-from tests.training.ranks import ROOT, done_on, logged, processes, started_on, torchrun, wait_until, with_root
+from tests.training.ranks import ROOT, done_on, ended_on, logged, processes, started_on, wait_until
 from training.checkpoint import saved
 from training.parallel import watch
 
@@ -230,10 +230,8 @@ with world("cpu") as ranks:
 
 @pytest.mark.slow
 def test_what_ranks_are_refused_is_said_first_and_is_in_torchruns_summary(user_environment, tiny, tmp_path):
-    command = torchrun(2, str(ROOT / "train.py"), *tiny, "parallel.context=3")
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=user_environment
-    )
+    script = [str(ROOT / "train.py"), *tiny, "parallel.context=3"]
+    done = ended_on(2, script, tmp_path, user_environment)
     line = "error: parallel.context=3 does not divide the 2 ranks; nearest:"
     assert done.returncode != 0
     assert len(re.findall(f"^{line}", done.stderr, re.MULTILINE)) == 1
@@ -264,14 +262,8 @@ def test_a_rank_that_is_refused_closes_wandb_before_the_others_end(user_environm
     (tmp_path / "closes.py").write_text(CLOSES)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").touch()  # a file, in which there is no place for a checkpoint
-    done = subprocess.run(
-        torchrun(2, "closes.py", str(ROOT / "train.py"), *tiny, "hydra.run.dir=run"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=with_root(user_environment),
-    )
+    script = ["closes.py", str(ROOT / "train.py"), *tiny, "hydra.run.dir=run"]
+    done = ended_on(2, script, tmp_path, user_environment)
     line = "error: the checkpoint of step 12 could not be written to run/checkpoints: "
     assert done.returncode != 0
     assert len(re.findall(f"^{line}", done.stderr, re.MULTILINE)) == 1, done.stderr
@@ -282,14 +274,7 @@ def test_a_rank_that_is_refused_closes_wandb_before_the_others_end(user_environm
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_after_the_timeout_taken_for_dead(user_environment, tiny, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
-    done = subprocess.run(
-        torchrun(2, "hangs.py", *tiny, "parallel.timeout=6"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=with_root(user_environment),
-    )
+    done = ended_on(2, ["hangs.py", *tiny, "parallel.timeout=6"], tmp_path, user_environment)
     assert done.returncode != 0
     who = r"rank 1 \(.*\) has been at the end of step 5 for (\d+) s, while others wait for it"
     dead = r"; taken for dead after 6 s \(parallel.timeout\)$"
@@ -323,15 +308,7 @@ def test_a_rank_in_a_call_that_keeps_pythons_lock_is_named_and_not_taken_for_dea
     user_environment, tiny, tmp_path, holding
 ):
     (tmp_path / "holds.py").write_text(HOLDS)
-    done = subprocess.run(
-        torchrun(2, "holds.py", holding, *tiny),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=with_root(user_environment),
-    )
-    assert done.returncode == 0, done.stderr
+    done = done_on(2, ["holds.py", holding, *tiny], tmp_path, user_environment)
     assert "error:" not in done.stderr
     named = re.findall(
         r"^warning: rank (\d) \(.*\) has been .* for \d+ s, while others", done.stderr, re.MULTILINE
