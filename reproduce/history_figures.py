@@ -7,9 +7,7 @@ from pathlib import Path
 from . import paper, plots
 from .attention_figures import flops, is_hopper
 from .experiment import Results, Sample, Verdict, Verdicts, pick
-from .older_code import SLOWER_FLASH1
 from .peers import OURS, PORTABLE
-from .results import without_outrun
 from .timing import Times, gain, gains, medians, timed, took
 
 COUNTED = "counted on one head"
@@ -106,9 +104,8 @@ def _judge_tiles(results: Results, found: Verdicts) -> None:
 
 def _judge_order(results: Results, found: Verdicts) -> None:
     """C18, at the shapes of FlashAttention-2's Figure 7, which is measured on an H100."""
-    recent = without_outrun(results, SLOWER_FLASH1)
     for (head_dim, causal), theirs in paper.FA2_H100.items():
-        order = gains(recent, "flash1", PORTABLE, kind="order", head_dim=head_dim, causal=causal)
+        order = gains(results, "flash1", PORTABLE, kind="order", head_dim=head_dim, causal=causal)
         ours = {s["length"]: ratio for s, ratio in order if s["length"] in theirs["fa1"]}
         if not ours:
             continue
@@ -214,8 +211,7 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
         )
         why = "fewer products take less time, not in proportion"
         found.add("C22", what, BY_PRODUCTS, ratio.shown(), None, why)
-    recent = without_outrun(results, SLOWER_FLASH1)
-    order = gains(recent, "two_pass", "flash1", "backward", kind="order", causal=False)
+    order = gains(results, "two_pass", "flash1", "backward", kind="order", causal=False)
     for head_dim in sorted({sample["head_dim"] for sample, _ in order}):
         ratios = [ratio for sample, ratio in order if sample["head_dim"] == head_dim]
         why = f"geometric mean over {len(ratios)} lengths; both with one program a head"

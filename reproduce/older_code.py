@@ -107,10 +107,6 @@ def _is_of_short_rows_at_32(sample: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_of_order_at_128(sample: Mapping[str, Any]) -> bool:
-    return (sample.get("kind"), sample.get("head_dim")) == ("order", 128)
-
-
 # Likewise, but some of what was measured has become faster: those figures stay, and the report says which.
 FASTER_SINCE: dict[str, tuple[Outrun, ...]] = {}
 
@@ -137,14 +133,6 @@ _faster_since(
     "takes now",
     _is_long_documents,
 )
-# Of history's run before flash1's tiles at 128 were raced to the end; all else of it is as before.
-_faster_since(
-    "128c173582",
-    "the loops' order at head_dim 128: flash1's backward had a tile with which it took 1.9 times as long, so its "
-    "points are not judged",
-    _is_of_order_at_128,
-)
-SLOWER_FLASH1 = {"128c173582": FASTER_SINCE["128c173582"]}
 _faster_since(
     "041cffd4e2",
     "16 x 8 heads of 256 and 512 queries at head_dim 64, full, and 1,024 heads of 128 at 256: "

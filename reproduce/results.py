@@ -17,7 +17,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from training.files import replace_file
 
-from . import depends, older_code
+from . import depends
 from .common import ReproduceError, as_lines, rounded, writing
 from .experiment import Experiment, OutOfTime, Results, Sample
+from .older_code import FASTER_SINCE, Outrun
 
 if TYPE_CHECKING:
     import torch
@@ -69,28 +70,24 @@ def faster_since(document: Results) -> list[str]:
     return list(dict.fromkeys(each.words for sample in document["samples"] for each in outrun(sample)))
 
 
-def without_outrun(
-    document: Results, old: Mapping[str, tuple[older_code.Outrun, ...]] = older_code.FASTER_SINCE
-) -> Results:
+def without_outrun(document: Results) -> Results:
     """The document without what has become faster since: it is not to be joined with what is measured now."""
-    outrun = _outrun(document, old)
+    outrun = _outrun(document)
     stay = [sample for sample in document["samples"] if not outrun(sample)]
     return document if len(stay) == len(document["samples"]) else {**document, "samples": stay}
 
 
-def _outrun(
-    document: Results, old: Mapping[str, tuple[older_code.Outrun, ...]] = older_code.FASTER_SINCE
-) -> Callable[[Sample], list[older_code.Outrun]]:
+def _outrun(document: Results) -> Callable[[Sample], list[Outrun]]:
     """What of a sample has become faster since its code, the document's or that of the commit it names."""
 
-    def known(recorded: dict[str, str]) -> list[older_code.Outrun]:
-        found = (each for hash_, its in old.items() if hash_ in recorded.values() for each in its)
+    def known(recorded: dict[str, str]) -> list[Outrun]:
+        found = (each for hash_, its in FASTER_SINCE.items() if hash_ in recorded.values() for each in its)
         return list(dict.fromkeys(found))
 
     of_document = known(document.get("depends", {}))
     of_commit = {commit: known(recorded) for commit, recorded in document.get("again", {}).items()}
 
-    def of(sample: Sample) -> list[older_code.Outrun]:
+    def of(sample: Sample) -> list[Outrun]:
         return [each for each in of_commit.get(sample.get("again"), of_document) if each.holds(sample)]
 
     return of

@@ -24,7 +24,6 @@ from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.common import markdown_table
 from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_STATED, Verdict
-from reproduce.older_code import SLOWER_FLASH1
 from reproduce.report_html import MARKS, as_html
 from reproduce.report_notes import host_load, of_points
 from reproduce.report_page import COLUMNS, Figure, Judged, Page, counted, first_rows, summary
@@ -315,17 +314,6 @@ def test_what_tells_nothing_of_the_claim_alone_is_not_comparable():
     loop_order = next(each.why for each in verdicts if each.claim == "C18" and "head_dim 64" in each.what)
     assert "forward at its first tile: another failed, backward at the fastest of 2 tiles, " in loop_order
     assert [each.status for each in verdicts if each.claim == "C25"] == ["not comparable"]
-    # An older run had another tile at 128, twice as slow: those points tell of that tile.
-    older = {
-        "device": "NVIDIA H200",
-        "samples": in_three(*samples),
-        "depends": dict.fromkeys("x", *SLOWER_FLASH1),
-    }
-    rest = {each.what for each in history_figures.judge(older) if each.claim in ("C18", "C22")}
-    assert {each.what for each in verdicts if each.claim in ("C18", "C22")} - rest == {
-        "time of flash1 over flash, both in Triton, head_dim 128, full",
-        "time of the backward in two passes over one, head_dim 128",
-    }
 
 
 @pytest.mark.parametrize(
