@@ -296,9 +296,6 @@ def merge_killed(files: list[Path], commit: str, into: Path) -> None:
     of: dict[int, list[dict]] = defaultdict(list)
     for file in files:
         each = json.loads(file.read_text())
-        if "environment" not in each:  # written before the folder's name was to be told from it
-            print(f"left out, does not say on what it ran: {file}")
-            continue
         of[each["ranks"]].append(each)
     for ranks, samples in of.items():
         environment = [each.pop("environment") for each in samples][-1] | {"commit": commit}
