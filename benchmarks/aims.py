@@ -66,7 +66,7 @@ class Rival(NamedTuple):
     level: bool
 
 
-def rival(sample: Sample, ours: str, others: Iterable[str], phase: str = "both") -> Rival | None:
+def rival(sample: Sample, ours: str, others: Iterable[str], phase: str) -> Rival | None:
     """The fastest of the others for which the device did not wait; of those that are faster, as `timing.versus` has
     it, where there are any. None if none was timed."""
     times = took(sample, ours, phase)

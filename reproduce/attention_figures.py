@@ -32,10 +32,10 @@ def rates(samples: list[Sample], backend: str) -> dict[int, float]:
     return {length: rate.median for length, rate in reached if rate}
 
 
-def speedup(sample: Sample, ours: str = OURS, phase: str = "both") -> Times | None:
+def speedup(sample: Sample, ours: str = OURS) -> Times | None:
     """Time of the fastest of the eager forms of standard attention that were timed over ours."""
-    standard = fastest(sample, EAGER, phase)
-    return gain(sample, standard[0], ours, phase) if standard else None
+    standard = fastest(sample, EAGER)
+    return gain(sample, standard[0], ours) if standard else None
 
 
 def over(sample: Sample) -> str:

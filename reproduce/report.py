@@ -145,7 +145,6 @@ def _add_long_run(page: Page, document: Results, picture: Path) -> None:
     if can_draw():
         long_run.draw(document, picture)
         claim.gpu_pictures.append(picture)
-    page.long_runs.append(document)
 
 
 def _headlines(documents: list[Results], trained: list[pairs.Trained], directory: Path) -> Iterator[Path]:

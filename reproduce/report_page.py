@@ -143,7 +143,6 @@ class Page:
     documents: list[Results] = field(default_factory=list)
     # (experiment, device) -> the newest's file
     sources: dict[tuple[str, str], str] = field(default_factory=dict)
-    long_runs: list[Results] = field(default_factory=list)
     headlines: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
