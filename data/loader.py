@@ -307,12 +307,11 @@ def prefetch(
     rank: int = 0,
     world_size: int = 1,
     pin_memory: bool = False,
-    depth: int = 2,
 ) -> Generator[tuple[Any, Any], None, None]:
     """Yield batches start, start + 1, ... (before `stop`) as int64 torch tensors on the CPU, made by a thread.
 
     Without `stop`, evaluation ends after its last batch, and training never. pin_memory: in page-locked memory, so
-    that copies do not block. depth: batches made ahead, at least 1. Closing the generator ends the thread.
+    that copies do not block. Closing the generator ends the thread.
     """
     import torch
 
@@ -326,4 +325,4 @@ def prefetch(
             )
             yield (inputs.pin_memory(), targets.pin_memory()) if pin_memory else (inputs, targets)
 
-    return ahead(make(), depth)
+    return ahead(make(), depth=2)
