@@ -4,7 +4,7 @@ import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.conftest import ROOT
 
 # From the top; those of one layer do not import each other.
 LAYERS = [

@@ -7,11 +7,11 @@ import statistics
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.conftest import ROOT
+
 PAGE = (ROOT / "docs" / "ladder.md").read_text()
 H200 = "results/nvidia-h200"
 SHAPE = {"length": 1024, "head_dim": 64, "causal": False, "mask": "plain"}

@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 
 import kernels
 import model
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[1]
 LEAVES = ("model", "kernels", "data")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

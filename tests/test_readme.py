@@ -11,10 +11,10 @@ import pytest
 from reproduce.experiment import pick
 from reproduce.timing import FASTER, Times, timed, took, versus
 from reproduce.training_figures import mfu, rate
+from tests.conftest import ROOT
 from training.command_line import composed
 from training.config import Config
 
-ROOT = Path(__file__).parents[1]
 # Folders of results, by the card's name in the tables.
 CARDS = {"H100": ROOT / "results" / "nvidia-h100-80gb-hbm3", "H200": ROOT / "results" / "nvidia-h200"}
 

@@ -3,11 +3,9 @@
 A folder's budget is what was reached, up to the next hundred lines. Lower a number when you can.
 """
 
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.conftest import ROOT
 
 BUDGET = {
     "model": 1500,

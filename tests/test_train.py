@@ -13,13 +13,11 @@ import torch
 
 import sample
 import train
-from tests.conftest import losses, measured, rows
+from tests.conftest import ROOT, losses, measured, rows
 from tests.training.ranks import done_on, ended_on, logged, wait_until
 from training.checkpoint import find, load_training
 from training.config import ConfigError
 from training.trainer import Trainer
-
-ROOT = Path(__file__).parents[1]
 
 
 def only_run(folder: Path) -> Path:

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from data.openwebtext import OPENWEBTEXT, OPENWEBTEXT_COMMIT, OPENWEBTEXT_FILES
+from tests.conftest import ROOT
 from tests.data.hub_stub import HubStub
 
-ROOT = Path(__file__).parents[2]
 ROWS = 5
 MIB = 1 << 20
 STREAM = {"source": "hub", "repo": "owner/name", "streaming": True}

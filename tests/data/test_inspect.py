@@ -16,8 +16,7 @@ from data.inspect import corpus_folder
 from data.loader import Corpus
 from data.prepare import prepare
 from data.tokenizer import load_tokenizer
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 # prepare(); optionally SIGKILL itself at the n-th report of a stage, or limit the size of the files it may write.
 SCRIPT = """

@@ -21,8 +21,8 @@ from data.corpora import make_corpus
 from data.loader import Batches, Corpus, EvaluationBatches, prefetch
 from data.permutation import Permutation
 from data.prepare import prepare
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 SEQ_LEN, PER_BATCH = 16, 8
 
 

@@ -19,11 +19,10 @@ import kernels
 from kernels import AttentionError, layers, other_triton, versions
 from kernels.flash import dispatch
 from kernels.other_triton import pinned, report_with, unknown
-from tests.conftest import INTERPRETED
+from tests.conftest import INTERPRETED, ROOT
 from training.config import ConfigError
 from training.distributed import resolve_device
 
-ROOT = Path(__file__).parents[2]
 USUAL, LATEST = pinned("requirements.txt"), pinned("requirements-latest.txt")
 ON_HOPPER = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
 

@@ -45,12 +45,10 @@ from reproduce.hardware_counters import parse, read_counters
 from reproduce.plan import ASSUMED
 from reproduce.results import Store
 from reproduce.tables import table
-from tests.conftest import INTERPRETED
+from tests.conftest import INTERPRETED, ROOT
 from tests.processes import in_three
 from tests.reproduce import tiny
 from tests.reproduce.tiny import FOLDER, document, run
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.one_in(5)

@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +16,10 @@ from reproduce.experiment import EXPERIMENTS, NOT_REPRODUCED, REPRODUCED, Option
 from reproduce.pairs import Pair, Trained
 from reproduce.perplexity_runs import Settings, training_runs
 from reproduce.results import read_all
+from tests.conftest import ROOT
 from training.command_line import composed
 from training.config import to_yaml
 
-ROOT = Path(__file__).parents[2]
 RUN = Trained("a file", "GPU", 3, 64, 1, "naive", {1: 4.0, 2: 3.0, 3: 2.0})
 
 

@@ -22,8 +22,8 @@ from reproduce.experiment import EXPERIMENTS, parse_settings
 from reproduce.parallel_runs import Call, compile_share, measure, measure_all
 from reproduce.plan import Step, missing, steps
 from reproduce.results import Store
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 QUICK = ("history.processes=2", "history.row_lengths=100,200", "history.lengths=", "history.heads=")
 COMMAND = ["history", "sparse", "--tiny", "--device", "cpu", *QUICK]

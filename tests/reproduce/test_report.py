@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -28,10 +27,10 @@ from reproduce.report_html import MARKS, as_html
 from reproduce.report_notes import host_load, of_points
 from reproduce.report_page import COLUMNS, Figure, Judged, Page, counted, first_rows, summary
 from reproduce.results import VERSION, slug
+from tests.conftest import ROOT
 from tests.processes import in_three
 from tests.reproduce.pages import assert_fits, media
 
-ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA Test 3000"
 
 

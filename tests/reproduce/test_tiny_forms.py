@@ -1,17 +1,16 @@
 """Experiments from the command to the document and its figure. About 30 s on a CPU."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from reproduce import timing
 from reproduce.experiment import EXPERIMENTS, STATUSES, pick
 from reproduce.tables import table
+from tests.conftest import ROOT
 from tests.reproduce import tiny
 from tests.reproduce.tiny import FOLDER, document, run
 
-ROOT = Path(__file__).parents[2]
 DEVICE = tiny.DEVICE  # on a GPU, `-m gpu` takes these tests
 
 

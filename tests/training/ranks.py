@@ -16,10 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.conftest import rows
+from tests.conftest import ROOT, rows
 from tests.warm import ranks_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:

@@ -1,14 +1,12 @@
 """torch.compile's cache on disk is kept apart by precision, as PyTorch does only from 2.13 on; what it fuses."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from training import precision
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("version", ["2.12.1", "2.13.0", "2.15.0"])
