@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from tqdm import tqdm
+from data.progress import bar, is_live
 
 Batch = TypeVar("Batch")
 
@@ -73,22 +72,9 @@ class Progress:
     """One line that is rewritten: step, loss, tokens/s, time left. Into a file, a line every ten seconds."""
 
     def __init__(self, start: int, steps: int, shown: bool) -> None:
-        # Not on a terminal that does not know its width, as in some containers: tqdm would show nothing there.
-        self._live = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
         self._shown = shown
-        self._begin = f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * self._live}"
-        self._bar = self._line(self._begin, total=steps, initial=start, disable=not (shown and steps))
-
-    def _line(self, form: str, **how: Any) -> tqdm:
-        often = 0.1 if self._live else 10
-        return tqdm(
-            dynamic_ncols=self._live,
-            file=sys.stderr if self._live else _Lines(),
-            mininterval=often,
-            miniters=1,  # else tqdm's thread prints too when a line is late, and the next step once more
-            bar_format=form,
-            **how,
-        )
+        self._begin = f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * is_live()}"
+        self._bar = bar(self._begin, total=steps, initial=start, disable=not (shown and steps))
 
     def step(self) -> None:
         self._bar.update()
@@ -104,9 +90,8 @@ class Progress:
         self._bar.clear()  # it comes back with the next line that stays
         form = f"evaluating {self._begin.removeprefix('step ')} · {{remaining}} left"
         # The delay: nothing is shown of an evaluation that ends before the first line is due.
-        return self._line(
-            form, iterable=batches, total=number, disable=not self._shown, leave=False, position=0, delay=1e-9
-        )
+        how = {"disable": not self._shown, "leave": False, "position": 0, "delay": 1e-9}
+        return bar(form, iterable=batches, total=number, **how)
 
     def say(self, text: str) -> None:
         """Print a line that stays, above the live one."""
@@ -116,19 +101,3 @@ class Progress:
 
     def close(self) -> None:
         self._bar.close()
-
-
-class _Lines:
-    """stderr for a bar that is not watched live: carriage returns become line ends, repeats and blanks go."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def write(self, text: str) -> None:
-        line = text.strip("\r\n ")
-        if line and line != self._last:
-            print(line, file=sys.stderr)
-            self._last = line
-
-    def flush(self) -> None:
-        sys.stderr.flush()
