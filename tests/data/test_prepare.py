@@ -44,6 +44,7 @@ class Recorder:
     def __init__(self):
         self.said: list[str] = []
         self.stages: list[str] = []
+        self.totals: list[int] = []
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -51,6 +52,7 @@ class Recorder:
     def advance(self, stage: str, done: int, total: int) -> None:
         assert 0 <= done <= total
         self.stages.append(stage)
+        self.totals.append(total)
 
 
 def decoded(split: TokenSplit) -> list[str]:
@@ -278,17 +280,20 @@ def test_a_file_without_the_separator_is_one_document_and_said_to_be(tmp_path: P
 
 
 def test_a_limit_takes_the_first_documents(documents: list[str], parquet: Path, tmp_path: Path):
+    recorder = Recorder()
     corpora = [
         prepare(
             make_corpus("text_files", files=str(parquet), limit_documents=170),
             "bytes",
             tmp_path / str(w),
             workers=w,
+            progress=recorder,
         )
         for w in (1, 2)
     ]
     for corpus in corpora:
         assert sorted(decoded(corpus.train) + decoded(corpus.val)) == sorted(documents[:170])
+    assert max(recorder.totals) < 2 * sum(map(len, documents[:170])) < sum(map(len, documents))
     assert shards(corpora[0]) == shards(corpora[1])
     assert corpora[0].name == "text_files-first-170"
 
