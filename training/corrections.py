@@ -41,7 +41,9 @@ def explained(error: Exception) -> str:
             return f"{error.missing_cfg_file} is not installed: pip install '.[{extra}]' in the checkout"
         group, _, option = error.missing_cfg_file.partition("/")
         if group != "hydra" and (options := options_of(group)):
-            return f"{group}={option} is not an option; {group} has: {', '.join(options)}"
+            near = [each for each in options if option in each] or get_close_matches(option, options, n=1)
+            hint = f"did you mean {' or '.join(near)}? " if 0 < len(near) < len(options) else ""
+            return f"{group}={option} is not an option; {hint}{group} has: {', '.join(options)}"
     if isinstance(error, OverrideParseException):
         quoted = quoted_for_shell(error.override)
         return f"{error.override}: Hydra cannot parse this; quote it for Hydra and for the shell: {quoted}"

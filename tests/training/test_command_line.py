@@ -32,9 +32,13 @@ def never(_config: Config, _run_dir: Path) -> None:
     [
         (
             "experiment=gpt2_medium",
-            "experiment=gpt2_medium is not an option; experiment has: compare/gpt2_small, ",
+            "is not an option; did you mean paper/gpt2_medium? experiment has: compare/gpt2_small, ",
         ),
-        ("attention=flsh", "attention=flsh is not an option; attention has: auto, "),
+        ("attention=flsh", "attention=flsh is not an option; did you mean flash? attention has: auto, "),
+        ("model=gpt2", "did you mean gpt2_large or gpt2_medium or gpt2_small or gpt2_xl? model has: "),
+        ("data=openwebtxt", "did you mean openwebtext? data has: "),
+        ("model=", "model= is not an option; model has: gpt2_large, "),
+        ("data=foo", "data=foo is not an option; data has: hub, mix, "),
         ("experimnt=compare/gpt2_small", "experimnt is not a setting; did you mean experiment?"),
         ("modle=nano", "did you mean model?"),
         ("trainer.lr=3", "did you mean optimizer.lr?"),
