@@ -88,10 +88,13 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
     def main(cfg: DictConfig) -> float | None:
         return job.run(cfg)
 
-    with _one_line_errors(job):
-        if options.cfg and not options.config_dir:  # Hydra prints settings without checking them
-            composed(*theirs)
-        hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
+    try:
+        with _one_line_errors(job):
+            if options.cfg and not options.config_dir:  # Hydra prints settings without checking them
+                composed(*theirs)
+            hydra.main(config_path=str(CONFIGS), config_name="train", version_base="1.3")(main)()
+    finally:
+        jobs.Sweep.remove_if_empty()
     if job.refused:
         sys.exit("\n".join(job.refused))
 

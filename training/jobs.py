@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,12 @@ def _check_search(hydra: DictConfig) -> None:
 class Sweep(Callback):
     """What every sweep does, whatever makes its runs."""
 
+    folder: Path | None = None  # of this process's sweep
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Write multirun.yaml, which marks a folder as a sweep's: Optuna's sweeper does not."""
         _check_search(config.hydra)
-        folder = Path(config.hydra.sweep.dir)
+        folder = Sweep.folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, folder / "multirun.yaml")
         if "submitit" in config.hydra.launcher._target_:  # else they print here
@@ -94,3 +97,11 @@ class Sweep(Callback):
         said = Path(config.hydra.sweep.dir) / REFUSED
         if said.exists():
             sys.exit(said.read_text().rstrip())
+
+    @staticmethod
+    def remove_if_empty() -> None:
+        """Leave nothing of a sweep that was refused as a whole."""
+        if Sweep.folder and [file.name for file in Sweep.folder.glob("*")] == ["multirun.yaml"]:
+            (Sweep.folder / "multirun.yaml").unlink()
+            with suppress(OSError):  # the current directory
+                Sweep.folder.rmdir()

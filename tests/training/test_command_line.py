@@ -189,7 +189,11 @@ def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys
     assert begun == ["seed 1 begins", "seed 2 begins"]
     assert len(refused.splitlines()) == 2
     assert "did you mean trainer.steps?" in started(never, "-m", "seed=1,2", "trainer.step=1")
+    assert "did you mean flash?" in started(never, "-m", "attention=naive,flsh")
     assert "refused" not in capsys.readouterr().out
+    assert "model.dropout=3.0" in started(never, "-m", "model.dropout=2,3")
+    assert "run 0 will be refused" in capsys.readouterr().out
+    assert not any((tmp_path / "runs").iterdir())  # a run that wrote something would be left
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nmodel: {dropout: 2}\n")
     started(never, "--config-dir", str(tmp_path), "--config-name=mine", "-m", "seed=1,2")
     assert "run 1 will be refused: model.dropout=2.0" in capsys.readouterr().out
