@@ -149,7 +149,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     positions = initial.positions if initial else ""
     plan = Plan(config, run_dir, ranks, computation, corpus, place, positions, FROM_THE_START)
     if resume:
-        plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts()))
+        plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts(), run_dir))
         _check_best(plan)
     return plan, initial
 

@@ -93,8 +93,7 @@ def unsaved(config: Config) -> str:
 
 def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer: TrainerConfig) -> Rows:
     """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
-    # Empty after an evaluation alone, or if a run was resumed at its last step in another directory.
-    saved = checkpoint.saved(run_dir)
+    saved = checkpoint.saved(run_dir)  # empty after an evaluation alone
     speed = f"not measured: no step ran{' after the warm-up' if summary['steps'] else ''}"
     if "perf/step_ms" in summary:
         speed = f"{summary['perf/tokens_per_second']:,.0f} tokens/s, {summary['perf/step_ms']:.1f} ms a step"

@@ -60,8 +60,8 @@ class Start:
     history: dict[str, dict[str, list]] = field(default_factory=dict)  # what each resume changed, by its step
     warm_up: str | None = None  # what to say if the schedule warms up once more
 
-    def checked(self, config: Config, corpus: Corpus, facts: dict[str, Any]) -> Start:
-        """This start, with what has changed. Raises ConfigError if this run would not continue that one."""
+    def checked(self, config: Config, corpus: Corpus, facts: dict[str, Any], into: Path) -> Start:
+        """This start of a run in `into`, with what has changed. Raises ConfigError if this does not continue that."""
         run_dir = self.checkpoint.parent.parent
         # Where a checkpoint is older than a setting, it was trained with the default.
         older = _tensors(GPTConfig(), OptimizerConfig())
@@ -80,10 +80,13 @@ class Start:
                 f"trainer.resume={self.path} was trained with {theirs}, but this run has {ours}; the command it was "
                 f"trained with is in {run_dir / 'environment.json'}."
             )
-        if self.step > config.trainer.steps:
+        # In its own directory its last evaluation may be missing; in another there would be a run without weights.
+        elsewhere = not run_dir.resolve().is_relative_to(into.resolve())
+        if self.step > (steps := config.trainer.steps) or (self.step == steps and elsewhere):
+            where = "beyond" if self.step > steps else "where nothing is left to train with"
             raise ConfigError(
-                f"trainer.resume={self.path} is at step {self.step}, beyond trainer.steps={config.trainer.steps}; "
-                f"to evaluate it, use trainer.init_from={self.path} trainer.steps=0."
+                f"trainer.resume={self.path} is at step {self.step}, {where} trainer.steps={steps}; to train it "
+                f"further, set more steps; to evaluate it, use trainer.init_from={self.path} trainer.steps=0."
             )
         facts_before = _record(run_dir / "facts.json")
         if before and facts_before:  # a run older than these facts, and than null for these settings

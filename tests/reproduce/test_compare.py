@@ -668,8 +668,8 @@ def test_only_a_run_resumed_into_another_directory_is_reported(copies, text_file
     train(replace(config, trainer=replace(config.trainer, save_every=6)), run)
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     again = replace(config, trainer=replace(config.trainer, resume=str(run)))
-    train(again, run)
     train(again, copies / "3_sdpa")
+    train(again, run)
     capsys.readouterr()
     assert "resume" not in told(copies / "0_naive", run)
     with catch_warnings(action="error"):  # of matplotlib's: a legend without a label
