@@ -73,7 +73,7 @@ class Progress:
 
     def __init__(self, start: int, steps: int, shown: bool) -> None:
         self._shown = shown
-        self._begin = f"step {{n_fmt}}/{{total_fmt}}{' {bar:20}' * is_live()}"
+        self._begin = f"step {{n:,}}/{{total:,}}{' {bar:20}' * is_live()}"
         self._bar = bar(self._begin, total=steps, initial=start, disable=not (shown and steps))
 
     def step(self) -> None:

@@ -330,6 +330,12 @@ def test_a_long_evaluation_is_counted_on_the_line_and_a_short_one_is_not(steps, 
     progress.close()
 
 
+def test_steps_are_counted_as_everywhere_with_commas(terminal):
+    said = terminal(columns=80)
+    Progress(2400, 12000, shown=True).close()
+    assert "step 2,400/12,000 " in said()
+
+
 def test_a_terminal_that_does_not_know_its_width_gets_lines(terminal):
     said = terminal(columns=0)
     Progress(0, 5, shown=True).close()
