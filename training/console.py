@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -73,17 +74,27 @@ class Progress:
 
     def __init__(self, start: int, steps: int, shown: bool) -> None:
         self._shown = shown
-        self._begin = f"step {{n:,}}/{{total:,}}{' {bar:20}' * is_live()}"
+        self._begin = f"step {{n:,}}/{{total:,}}{' {bar:10}' * is_live()}"
+        self._stepped = time.time()
         self._bar = bar(self._begin, total=steps, initial=start, disable=not (shown and steps))
 
     def step(self) -> None:
         self._bar.update()
+        self._stepped = time.time()
 
-    def report(self, loss: float, tokens_per_second: float | None) -> None:
+    def go_on(self) -> None:
+        """Leave what was done since the last step, such as an evaluation, out of the time that a step takes."""
+        if not self._bar.disable:
+            other = time.time() - self._stepped
+            self._bar.start_t += other
+            self._bar.last_print_t += other
+
+    def report(self, step: int, loss: float, tokens_per_second: float | None) -> None:
+        """What the line says from now on; later steps are shown beside it, so it names its own."""
         rate = f"{tokens_per_second:,.0f} tokens/s · " if tokens_per_second else ""
         # The time left is not known before the first step.
         self._bar.bar_format = f"{self._begin} · {{desc}}{{remaining}} left"
-        self._bar.set_description_str(f"loss {loss:.4f} · {rate}", refresh=False)
+        self._bar.set_description_str(f"loss {loss:.4f} at step {step:,} · {rate}", refresh=False)
 
     def evaluating(self, batches: Iterable[Batch], number: int) -> Iterable[Batch]:
         """The batches of an evaluation, `number` of them; if they take long, the line shows how far it is."""

@@ -153,18 +153,19 @@ class Trainer:
         # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
         if config.evaluates_at(self.done):
             evaluation = self._evaluation(self.done)
+            self.progress.go_on()
         with closing(self.load(self.batches, self.done, config.steps)) as batches:
             for done, (inputs, targets) in enumerate(self.throughput.waiting(batches), self.done + 1):
                 with self._profiled(done):
                     loss, grad_norms = self.train_step(done - 1, inputs, targets)
                     self.throughput.step()
                 self.done = done
-                self.progress.step()
                 self.watch.tick(f"at the end of step {done:,}")
                 stopping = self.interrupt.requested() and done < config.steps
                 # Only here does the host wait for the device.
                 if config.logs_at(done) or stopping:
                     self._log(done, self._training_metrics(done, loss, grad_norms))
+                self.progress.step()
                 # Saved before the evaluation, so that nothing an evaluation breaks is lost.
                 if config.saves_at(done) or stopping:
                     self._check_update(done, inputs[:1], targets[:1])
@@ -176,6 +177,7 @@ class Trainer:
                 if config.samples_at(done):
                     self._check_update(done, inputs[:1], targets[:1])
                     self._sample(done)
+                self.progress.go_on()
         return evaluation
 
     @contextmanager
@@ -191,7 +193,7 @@ class Trainer:
 
     def _log(self, done: int, metrics: dict[str, float]) -> None:
         self.recorder.log(done, metrics)
-        self.progress.report(metrics["train/loss"], metrics.get("perf/tokens_per_second"))
+        self.progress.report(done, metrics["train/loss"], metrics.get("perf/tokens_per_second"))
         rank, ratio = metrics.get("perf/slowest_rank"), metrics.get("perf/slowest_rank_ratio", 1.0)
         if ratio > FALLS_BEHIND and rank not in self.slow:
             self.slow.add(rank)

@@ -330,6 +330,29 @@ def test_a_long_evaluation_is_counted_on_the_line_and_a_short_one_is_not(steps, 
     progress.close()
 
 
+def test_the_time_left_is_that_of_the_steps_and_a_loss_names_its_own_step(
+    config, tmp_path, monkeypatch, terminal, capsys
+):
+    train_step, evaluate = Trainer.train_step, Trainer._evaluate
+
+    def steps(run, *batch):
+        time.sleep(0.11)  # as often as the line is drawn
+        return train_step(run, *batch)
+
+    def evaluates(run, done):
+        time.sleep(3 * (done == 6))
+        return evaluate(run, done)
+
+    monkeypatch.setattr(Trainer, "train_step", steps)
+    monkeypatch.setattr(Trainer, "_evaluate", evaluates)
+    said = terminal(columns=120)
+    train(having(config, steps=12, log_every=5, eval_every=6), tmp_path)
+    drawn = re.findall(r"step (\d+)/12 .*?loss [\d.]+ at step (\d+) .*?00:(\d\d) left", said())
+    named = {int(step): int(of) for step, of, _ in drawn}
+    assert (named[4], named[5], named[9], named[10]) == (1, 5, 5, 10)
+    assert max(int(left) for step, _, left in drawn if int(step) > 6) < 3
+
+
 def test_steps_are_counted_as_everywhere_with_commas(terminal):
     said = terminal(columns=80)
     Progress(2400, 12000, shown=True).close()
