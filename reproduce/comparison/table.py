@@ -132,7 +132,9 @@ def warnings(runs: list[Run]) -> list[str]:
     if unfinished := named(run for run in runs if not run.finished):
         said.append(f"not finished: {unfinished}; their figures cover what has run so far.")
     if resumed := named(run for run in runs if run.config.get("trainer.resume") and not run.whole):
-        said.append(f"resumed: {resumed}; times and curves cover only the part since then.")
+        said.append(
+            f"resumed: {resumed}; curves, speed and memory cover only the part since then, time all of the training."
+        )
     said += [
         f"after step {step:,} {run.label} was resumed with {changes(changed)}: its losses come from both settings."
         for run in runs

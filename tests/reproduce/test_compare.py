@@ -662,11 +662,13 @@ def test_a_run_of_another_program_is_compared_by_the_fields_it_has(copies, capsy
 
 
 @pytest.mark.slow
-def test_only_a_run_resumed_into_another_directory_is_reported(copies, text_file, capsys):
+def test_only_a_part_of_a_resumed_run_is_reported(copies, text_file, capsys):
     config = _config(text_file, "sdpa")
     run = copies / "2_sdpa"
     train(replace(config, trainer=replace(config.trainer, save_every=6)), run)
     shutil.rmtree(run / "checkpoints" / "step-00000012")
+    shutil.rmtree(run / "wandb")
+    (run / "summary.json").unlink()  # with it nothing is left to do
     again = replace(config, trainer=replace(config.trainer, resume=str(run)))
     train(again, copies / "3_sdpa")
     train(again, run)
@@ -676,7 +678,14 @@ def test_only_a_run_resumed_into_another_directory_is_reported(copies, text_file
         assert main(["compare", str(copies / "0_naive"), str(copies / "3_sdpa")]) == 0
     said = capsys.readouterr().out
     assert "differ in more than attention: trainer.resume" in said
-    assert "resumed: sdpa; times and curves cover only the part since then" in said
+    part = "resumed: sdpa; curves, speed and memory cover only the part since then, time all of the training."
+    assert part in said
+    (folder,) = run.glob("wandb/offline-run-*")  # of the part alone
+    assert part in told(folder)
+    whole, *parts = (find_runs([str(path)])[0] for path in (run, folder, copies / "3_sdpa"))
+    for each in parts:
+        assert each.rows[0]["step"] > 6
+        assert each.rows[0]["seconds"] > whole.curve("seconds", "step")[6]
 
 
 @pytest.mark.slow
