@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RESULTS, TINY_RESULTS = "results", "runs/tiny"
 OUT_OF_TIME = 75  # exit status when the budget ran out first: EX_TEMPFAIL, a temporary failure, in sysexits.h
+WORTH = "; the figures of --tiny, and verdicts on them, mean nothing"
 RESERVED = 0.95  # the share of a budget in which samples are started
 
 
@@ -142,7 +143,10 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
         if arguments.again:
             store.forget()
         if store.finished:
-            print(f"{each.name}: already done with the same code: {store.complete} (--again repeats it)")
+            if len(chosen) == 1 and not arguments.plan:
+                _show_verdicts(store)
+            done = f"{each.name}: already done with the same code: {store.complete} (--again repeats it)"
+            print(done + WORTH * tiny)
             continue
         unfinished[each.name] = store
         plan += steps(each, store, settings, device, tiny)
@@ -213,13 +217,20 @@ def _show(store: Store) -> None:
     """Print and draw the document."""
     module, document = store.experiment.module, store.document
     print(getattr(module, "table", tables.table)(document))
-    print(tables.verdicts(getattr(module, "judge", lambda results: [])(document)))
+    _show_verdicts(store)
     if can_draw():
         module.draw(document, store.picture)
     else:
         print("no picture: matplotlib is not installed (the report draws it on a machine that has it)")
     name, seconds = store.experiment.name, document["seconds"]
-    print(f"{name}: {document['state']} in {seconds:.0f} s, {store.folder}")
+    print(f"{name}: {document['state']} in {seconds:.0f} s, {store.folder}" + WORTH * document["tiny"])
+
+
+def _show_verdicts(store: Store) -> None:
+    """Print what the document's figures say of the claims, if it tests any."""
+    judge = getattr(store.experiment.module, "judge", None)
+    if judge and (found := tables.verdicts(judge(store.document))):
+        print(found)
 
 
 def _chosen(program: Program, words: list[str], tiny: bool) -> dict[str, list[str]]:

@@ -233,7 +233,19 @@ def test_a_backend_wrong_only_at_full_length_is_not_timed(tmp_path, capsys, monk
 def test_a_run_out_of_time_goes_on_where_it_stopped(tmp_path, capsys):
     assert run(tmp_path, "numerics", "backends=naive", "--budget", "0.0001s") == 75
     assert not (tmp_path / FOLDER / "numerics.json").exists()
+    capsys.readouterr()
     assert run(tmp_path, "numerics", "backends=naive") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].endswith(worth := "; the figures of --tiny, and verdicts on them, mean nothing")
+    claims = [line for line in said if re.match(r"claim |C\d+ ", line)]
+    assert len(claims) > 1
+    assert run(tmp_path, "numerics", "backends=naive") == 0
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert shown == claims  # once more, but not with a plan
+    assert "already done" in last
+    assert last.endswith(worth)
+    assert run(tmp_path, "numerics", "backends=naive", "--plan") == 0
+    assert capsys.readouterr().out == f"{last}\n"
     whole = document(tmp_path, "numerics")["samples"]
 
     # What a killed run leaves: a partial document with some of the samples.
