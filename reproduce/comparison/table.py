@@ -63,8 +63,10 @@ def state(run: Run) -> str:
         return "finished"
     if not run.rows:
         return "no metrics"
-    steps = run.config.get("trainer.steps")
-    return f"unfinished, step {run.rows[-1]['step']:,.0f}" + (f" of {steps:,}" if steps else "")
+    steps, last = run.config.get("trainer.steps"), run.rows[-1]
+    if last["step"] == steps:
+        return f"all {steps:,} steps done, but " + ("no summary" if "val/loss" in last else "not evaluated")
+    return f"unfinished, step {last['step']:,.0f}" + (f" of {steps:,}" if steps else "")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -82,7 +84,7 @@ def _duration(seconds: float | None) -> str:
 def _loss_difference(first: Run, run: Run) -> str:
     """Validation loss minus the first run's: at the end if both have as many steps, else at the last step at which
     both predicted the same tokens."""
-    if run is first:
+    if run is first or run.last("val/loss") is None:
         return ""
     if not same_tokens(first, run):
         return " (other tokens)"

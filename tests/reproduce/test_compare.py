@@ -585,6 +585,22 @@ def test_an_unfinished_run_shows_how_far_it_came(copies):
     assert "at step 4)" in said  # losses are compared at the last step at which both runs were evaluated
 
 
+def test_a_run_that_stopped_after_its_last_step_says_what_it_lacks(copies):
+    run = copies / "1_sdpa"
+    (run / "summary.json").unlink()
+    facts = json.loads((run / "facts.json").read_text())
+    (run / "facts.json").write_text(json.dumps({**facts, "corpus": "another"}))
+    assert "all 12 steps done, but no summary" in told(copies)  # killed while it sampled, say
+    with (run / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    with (run / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(row for row in rows if not row["val/loss"])
+    loss, *_, state = table(find_runs([str(copies)]))[1][1:]
+    assert (loss, state) == ("-", "all 12 steps done, but not evaluated")
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("eval_tokens", "steps_alike"), [(64, [4]), (10**6, [4, 8])])
 def test_losses_are_compared_at_a_step_where_the_same_tokens_were_predicted(
