@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
         (directory / "REPORT.md").write_text(as_markdown(page, directory), encoding="utf-8")
         (directory / "report.html").write_text(as_html(page), encoding="utf-8")
     print(summary(page))
-    for note in page.notes:
-        print(f"note: {note}")
+    if page.notes:
+        print(f"{len(page.notes)} notes on the runs: under Runs, in the appendix")
     print(f"{directory / 'REPORT.md'}  {directory / 'report.html'}")
     return 0
 
@@ -46,7 +46,13 @@ def main(argv: list[str]) -> int:
 def build(directory: Path) -> Page:
     """Judge every document below `directory`, draw its picture, and add rows for what is not measured."""
     page = Page()
-    documents = read_all(directory, EXPERIMENTS, page.notes.append)
+
+    def wrong(words: str) -> None:
+        """Note what is lost, here and on the page."""
+        page.notes.append(words)
+        print(f"note: {words}")
+
+    documents = read_all(directory, EXPERIMENTS, wrong)
     names: set[str] = set()
     for document in sorted(documents, key=lambda each: not ran_on_gpu(each)):
         if (name := name_of(document)) in names:
@@ -59,7 +65,7 @@ def build(directory: Path) -> Page:
         try:
             _add(page, document, directory)
         except Exception as error:
-            page.notes.append(f"{name_of(document)} cannot be judged: {type(error).__name__}: {error}")
+            wrong(f"{name_of(document)} cannot be judged: {type(error).__name__}: {error}")
     curves = [each for each in page.documents if each["experiment"] == "perplexity"]
     _add_between_devices(page, curves)
     trained = []
@@ -76,7 +82,7 @@ def build(directory: Path) -> Page:
         try:
             _add_long_run(page, json.loads(file.read_text()), file.with_suffix(".svg"))
         except Exception as error:
-            page.notes.append(f"{file} cannot be shown: {type(error).__name__}: {error}")
+            wrong(f"{file} cannot be shown: {type(error).__name__}: {error}")
     page.headlines = list(_headlines(page.documents, trained, directory)) if can_draw() else []
     for name, judged in page.claims.items():
         judged.figures += map(Figure, _missing(judged, page.documents))

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,12 @@ def write(directory, name: str, samples: list[dict], **changes: object) -> None:
     folder = directory / slug(document["device"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(document))
+
+
+def noted(directory: Path) -> list[str]:
+    """What the report says of its runs."""
+    runs = (directory / "REPORT.md").read_text().partition("\n## C. Runs\n")[2]
+    return [line.removeprefix("- ") for line in runs.splitlines() if line.startswith("- ")]
 
 
 def test_the_papers_attention_figures_are_judged_reproduced():
@@ -939,7 +946,7 @@ def test_what_no_paper_states_does_not_count():
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_rounds_that_waited_for_the_host_are_reported_except_of_whole_steps(tmp_path, capsys):
+def test_rounds_that_waited_for_the_host_are_reported_except_of_whole_steps(tmp_path):
     samples = papers_own_attention()
     times = [sample for sample in samples if sample["kind"] == "time"]
     for sample, late in zip(times, ({"standard": 2}, {"standard": 1, "flash": 2}, {}), strict=False):
@@ -948,9 +955,8 @@ def test_rounds_that_waited_for_the_host_are_reported_except_of_whole_steps(tmp_
     settings = asdict(EXPERIMENTS["training"].module.Settings())
     write(tmp_path, "training", [{"kind": "other", "late": {"flash": 20}}], settings=settings)
     assert main(["report", "--results", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "waited for the host, so their times may include it: standard in 3, flash in 2\n" in said
-    assert said.count("waited for the host") == 1
+    (said,) = (each for each in noted(tmp_path) if "waited for the host" in each)
+    assert said.endswith("so their times may include it: standard in 3, flash in 2")
 
 
 def test_a_backend_has_one_colour_in_every_picture():
@@ -992,8 +998,10 @@ def test_bad_files_cost_only_their_own_rows(tmp_path, capsys):
     assert "has version" in out
     assert "perplexity.json cannot be read" in out
     assert "prepare.json" not in out
-    assert "traffic on NVIDIA Test 3000 is partial" in out
-    assert f"code has changed since these were run (Runs tells what): attention, traffic on {GPU}" in out
+    assert "traffic on NVIDIA Test 3000 is partial: not all of it was run" in noted(tmp_path)
+    assert f"code has changed since these were run (Runs tells what): attention, traffic on {GPU}" in noted(
+        tmp_path
+    )
     report = (tmp_path / "REPORT.md").read_text()
     assert re.search(r"\| traffic \|.*\| kernels.gone \|", report)
     assert re.search(r"\| attention \|.*\| kernels.naive \(2\) \|", report)
@@ -1042,13 +1050,18 @@ def test_what_is_of_before_or_of_one_process_is_said(tmp_path, capsys):
     races = [{"kind": kind, "length": 1024, "ms": ms} for kind in ("programs", "flash1 tiles")]
     write(tmp_path, "history", [{**races[0], "process": n} for n in (0, 1)] + races[1:])
     assert main(["report", "--results", str(tmp_path)]) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert [line for line in notes if "head_dim above 128" in line] == [
-        f"note: attention on {GPU}, traffic on {GPU}, {older_code.FASTER_SINCE[old][0].words}"
+    notes = noted(tmp_path)
+    assert notes
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"{len(notes)} notes on the runs: under Runs, in the appendix",
+        f"{tmp_path / 'REPORT.md'}  {tmp_path / 'report.html'}",
     ]
-    assert f"note: of training on {GPU}, 1 process timed small eager gpt2_small 1024" in notes
+    assert [line for line in notes if "head_dim above 128" in line] == [
+        f"attention on {GPU}, traffic on {GPU}, {older_code.FASTER_SINCE[old][0].words}"
+    ]
+    assert f"of training on {GPU}, 1 process timed small eager gpt2_small 1024" in notes
     assert [line for line in notes if "history" in line] == [
-        f"note: of history on {GPU}, 1 process timed flash1 tiles"
+        f"of history on {GPU}, 1 process timed flash1 tiles"
     ]
     assert not any("code has changed" in line for line in notes)
 
@@ -1071,13 +1084,15 @@ def test_incomplete_or_misplaced_result_files_are_left_out_and_named(tmp_path, c
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_newer_partial_run_counts_and_what_it_lacks_is_an_earlier_ones(tmp_path, capsys):
+def test_a_newer_partial_run_counts_and_what_it_lacks_is_an_earlier_ones(tmp_path):
     write(tmp_path, "attention", papers_own_memory(), state="partial")
     folder = tmp_path / "nvidia-test-3000"
     (folder / "attention.json").rename(folder / "attention.partial.json")
     write(tmp_path, "attention", papers_own_attention(), depends={"kernels.gone": "1"})
     assert main(["report", "--results", str(tmp_path)]) == 0
-    assert f"run (Runs tells what): attention (earlier run) on {GPU}\n" in capsys.readouterr().out
+    assert any(
+        each.endswith(f"run (Runs tells what): attention (earlier run) on {GPU}") for each in noted(tmp_path)
+    )
     rows = [
         line
         for line in (tmp_path / "REPORT.md").read_text().splitlines()
