@@ -87,8 +87,11 @@ def listing(program: Program) -> str:
         f"{start} NAME NAME ... --plan  what is left to measure, and how long it takes",
         *(f"{start} {name:22}{what}" for name, (_, what) in program.tools.items()),
         "",
-        "takes: on one H100, about. needs cpu: without a GPU, a CPU counts what it can.",
-        "--tiny runs any of them on any machine in seconds, as a smoke test; its figures mean nothing.",
+        "takes: on one H100, about."
+        + " needs cpu: without a GPU, a CPU counts what it can."
+        * any(each.needs == "cpu" for each in experiments),
+        "--tiny runs any of them on any machine as a smoke test, in seconds, or minutes if it trains; "
+        "its figures mean nothing.",
     ]
     return "\n".join(lines)
 
@@ -100,7 +103,7 @@ def _parser(program: Program) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="+", metavar="NAME or key=value", help="experiments, or all; settings")
-    parser.add_argument("--tiny", action="store_true", help="seconds on a CPU; the figures mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test; the figures mean nothing")
     parser.add_argument("--device", default="auto", help="cuda: all GPUs; cuda:1; cpu; default: cuda, or cpu")
     parser.add_argument(
         "--budget", type=_seconds, metavar="10m", help="stop after this time; run again to continue"
@@ -123,11 +126,14 @@ def _seconds(text: str) -> float:
 
 def _measure(program: Program, arguments: argparse.Namespace) -> int:
     """Measure what is missing of the experiments named, and print what is known of them."""
-    from .parallel_runs import Call  # imports torch
+    from training.distributed import resolve_device
+
+    from .parallel_runs import Call  # these import torch
 
     began, tiny = time.monotonic(), arguments.tiny
     overrides = _chosen(program, arguments.words, tiny)
-    device = _device(arguments.device)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler logs to stderr whenever it starts
+    device = resolve_device(arguments.device, "--device ")
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: our kernels on a CPU
     devices = _devices(arguments.device, device)
@@ -267,7 +273,7 @@ def _chosen(program: Program, words: list[str], tiny: bool) -> dict[str, list[st
 
 def _able(chosen: list[Experiment], device: torch.device, gpus: int, tiny: bool) -> list[Experiment]:
     """Those that can run here; what is left out is said, or, where nothing is left, refused."""
-    from kernels.versions import kernels_lack  # the experiments can be listed without torch
+    from kernels.versions import kernels_lack, no_cuda  # the experiments can be listed without torch
 
     ours = [each.name for each in chosen if any(name.startswith("kernels") for name in each.measures)]
     if ours and (lacking := kernels_lack()):
@@ -277,8 +283,6 @@ def _able(chosen: list[Experiment], device: torch.device, gpus: int, tiny: bool)
     if device.type == "cpu":
         able = [each for each in chosen if each.needs == "cpu"]
         if not able:
-            from kernels.versions import no_cuda  # the experiments can be listed without torch
-
             because = f": {lacking}" if (lacking := no_cuda()) else ""
             small = "--tiny runs its small form here, as a smoke test"
             raise ReproduceError(f"{chosen[0].name} needs a CUDA device{because}; {small}")
@@ -289,13 +293,6 @@ def _able(chosen: list[Experiment], device: torch.device, gpus: int, tiny: bool)
     if more := [each.name for each in chosen if each not in able]:
         print(f"left out, as they take more GPUs than there are: {', '.join(more)}")
     return able
-
-
-def _device(name: str) -> torch.device:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler logs to stderr whenever it starts
-    from training.distributed import resolve_device
-
-    return resolve_device(name, "--device ")
 
 
 def _devices(name: str, device: torch.device) -> list[torch.device]:

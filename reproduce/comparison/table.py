@@ -180,7 +180,8 @@ def _noise(runs: list[Run]) -> list[str]:
 
 def notes(runs: list[Run]) -> list[str]:
     """How to read the figures, one sentence each."""
-    said = [f"ratios and differences are relative to {_relative_to(runs)}."] if len(runs) > 1 else []
+    first = f"the run of {runs[0].attention} with equal settings" if seeds.is_sweep(runs) else runs[0].label
+    said = [f"ratios and differences are relative to {first}."] if len(runs) > 1 else []
     if seeds.is_sweep(runs) and any(seeds.PLUS_MINUS in cell for row in seeds.table(runs) for cell in row):
         said.append(
             f"{seeds.PLUS_MINUS} is the standard deviation of the runs, or of their differences. Whether these are "
@@ -222,10 +223,6 @@ def notes(runs: list[Run]) -> list[str]:
     if any(run.speed("perf/mfu") for run in runs):
         said.append("MFU counts 6 N + 12 L H Q T FLOPs per token: attention in full, no recomputation.")
     return said
-
-
-def _relative_to(runs: list[Run]) -> str:
-    return f"the run of {runs[0].attention} with equal settings" if seeds.is_sweep(runs) else runs[0].label
 
 
 def text(runs: list[Run]) -> str:

@@ -71,6 +71,7 @@ def test_the_list_names_benchmarks_and_tools(capsys):
     for name in (*BENCHMARKS, "aims", "step", "preparation"):
         assert name in said
     assert "claims" not in said
+    assert "needs cpu" not in said  # no row has it
 
 
 def test_the_committed_page_is_of_the_committed_results_and_held_to_the_aims():
