@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +46,6 @@ STYLE = {
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
     "svg.fonttype": "none",  # keeps text as text: smaller files, and searchable
-    "svg.hashsalt": "tilegpt",  # the same picture gives the same file
 }
 LINES = {"cut": "s-."}  # of a variant beside another one of the same colour, which has dashes
 
@@ -86,6 +87,22 @@ def picture(path: Path, panels: int = 1, *, columns: int = 3, title: str) -> Ite
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(fig)
+        if path.suffix == ".svg":
+            path.write_text(_same_everywhere(path.read_text("utf-8")), "utf-8")
+
+
+def _same_everywhere(svg: str) -> str:
+    """The picture as every CPU draws it: coordinates differ in their last digits, and matplotlib's ids hash those."""
+
+    def rounded(attribute: re.Match[str]) -> str:
+        return re.sub(r"-?\d+\.\d+", lambda x: f"{round(float(x[0]), 2) + 0.0:g}", attribute[0])  # no -0
+
+    svg = re.sub(r' (?:d|x|y|width|height|transform)="[^"]*"', rounded, svg)
+    ids: dict[str, str] = {}
+    one = r'(?:(?<= id=")|(?<="#)|(?<=\(#))\w*[0-9a-f]{10}(?=["\)])'
+    svg = re.sub(one, lambda found: ids.setdefault(found[0], f"p\0{len(ids)}"), svg)
+    # A page has several pictures, whose ids must differ.
+    return svg.replace("\0", hashlib.sha256(svg.encode()).hexdigest()[:10] + "-")
 
 
 Panel = Callable[["Axes"], None]

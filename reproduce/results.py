@@ -150,7 +150,8 @@ class Store:
         self.retried = [
             s
             for s in self.document["samples"]
-            if _is_open(s) and (retry is None or s.get("process", 0) in retry)
+            if ("partial" in s or (s.get("failed") and not s.get("broke_device")))
+            and (retry is None or s.get("process", 0) in retry)
         ]
         same = earlier and self._settings_of(earlier) == self.document["settings"]
         whole = bool(same) and earlier["state"] == "complete" and not faster_since(earlier)
@@ -270,11 +271,6 @@ class Store:
         self.document["seconds"] = round(self.earlier_seconds + time.monotonic() - self.began, 1)
         with writing(path, "--results FOLDER"):
             replace_file(path, as_lines(self.document))
-
-
-def _is_open(sample: Sample) -> bool:
-    """Whether a later run should measure it again."""
-    return "partial" in sample or bool(sample.get("failed") and not sample.get("broke_device"))
 
 
 def read(path: Path, say: Callable[[str], None] = print) -> Results | None:

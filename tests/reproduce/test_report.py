@@ -968,6 +968,24 @@ def test_a_backend_has_one_colour_in_every_picture():
     assert len({plots.colour(name, others) for name in (*shown, *others)}) == len(shown) + len(others)
 
 
+def test_a_picture_is_the_same_file_where_a_cpu_rounds_otherwise(tmp_path):
+    def drawn(name: str, last_digits: float, y: float = 0.00123) -> str:
+        with plots.picture(tmp_path / name, title="A picture") as (axis,):
+            axis.figure.set_size_inches(5 + last_digits, 3.4)
+            axis.plot([0, 1], [0, y], "o-", label="0.00123 ms")
+            plots.legend(axis)
+        return (tmp_path / name).read_text()
+
+    one = drawn("one.svg", 0.0)
+    assert drawn("other.svg", 1e-9) == one
+    assert ">0.00123 ms<" in one
+    ids = [
+        set(re.findall(r"url\(#([^)]+)\)|href=\"#([^\"]+)\"", each)) for each in (one, drawn("two.svg", 0, 1))
+    ]
+    assert ids[0]
+    assert not ids[0] & ids[1]  # the report has both in one page
+
+
 def test_a_vertical_bar_in_a_table_cell_is_escaped():
     assert markdown_table(("what",), [["mean |x|"]])[-2] == r"| mean \|x\| |"
 
