@@ -14,7 +14,7 @@ from .experiment import NOT_COMPARABLE, NOT_MEASURED, NOT_REPRODUCED, REPRODUCED
 MARKS = {
     REPRODUCED: "good",
     report_page.IN_PART: "part",
-    report_page.BY_COUNT: "part",
+    report_page.BY_COUNT: "grey",
     NOT_REPRODUCED: "bad",
     NOT_COMPARABLE: "grey",
     NOT_MEASURED: "none",
