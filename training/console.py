@@ -70,7 +70,8 @@ def quoted_for_shell(setting: str) -> str:
 
 
 class Progress:
-    """One line that is rewritten: step, loss, tokens/s, time left. Into a file, a line every ten seconds."""
+    """One line that is rewritten: step, loss, tokens/s, time left for the steps alone. Into a file, a line every ten
+    seconds."""
 
     def __init__(self, start: int, steps: int, shown: bool) -> None:
         self._shown = shown

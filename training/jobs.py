@@ -80,12 +80,13 @@ def _check_search(hydra: DictConfig) -> None:
 class Sweep(Callback):
     """What every sweep does, whatever makes its runs."""
 
-    folder: Path | None = None  # of this process's sweep
+    folder: Path | None = None  # that this process made
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Write multirun.yaml, which marks a folder as a sweep's: Optuna's sweeper does not."""
         _check_search(config.hydra)
-        folder = Sweep.folder = Path(config.hydra.sweep.dir)
+        folder = Path(config.hydra.sweep.dir)
+        Sweep.folder = None if folder.exists() else folder
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(config, folder / "multirun.yaml")
         if "submitit" in config.hydra.launcher._target_:  # else they print here
@@ -102,6 +103,6 @@ class Sweep(Callback):
     def remove_if_empty() -> None:
         """Leave nothing of a sweep that was refused as a whole."""
         if Sweep.folder and [file.name for file in Sweep.folder.glob("*")] == ["multirun.yaml"]:
-            (Sweep.folder / "multirun.yaml").unlink()
+            (Sweep.folder / "multirun.yaml").unlink(missing_ok=True)
             with suppress(OSError):  # the current directory
                 Sweep.folder.rmdir()

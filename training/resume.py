@@ -81,7 +81,7 @@ class Start:
                 f"trained with is in {run_dir / 'environment.json'}."
             )
         # In its own directory its last evaluation may be missing; in another there would be a run without weights.
-        elsewhere = not run_dir.resolve().is_relative_to(into.resolve())
+        elsewhere = run_dir.resolve() not in (into.resolve(), into.resolve() / "checkpoints")
         if self.step > (steps := config.trainer.steps) or (self.step == steps and elsewhere):
             where = "beyond" if self.step > steps else "where nothing is left to train with"
             raise ConfigError(

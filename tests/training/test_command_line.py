@@ -194,6 +194,9 @@ def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys
     assert "model.dropout=3.0" in started(never, "-m", "model.dropout=2,3")
     assert "run 0 will be refused" in capsys.readouterr().out
     assert not any((tmp_path / "runs").iterdir())  # a run that wrote something would be left
+    (tmp_path / "made").mkdir()
+    started(never, "-m", "attention=naive,flsh", f"hydra.sweep.dir={tmp_path / 'made'}")
+    assert (tmp_path / "made").exists()
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nmodel: {dropout: 2}\n")
     started(never, "--config-dir", str(tmp_path), "--config-name=mine", "-m", "seed=1,2")
     assert "run 1 will be refused: model.dropout=2.0" in capsys.readouterr().out
