@@ -22,8 +22,7 @@ from .gpt import GPT, AttentionFn
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-# Weights that are (in, out) in transformers alone.
-CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+_CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 # The switches of a Llama; n_kv_head may be on too.
 _LLAMA = {"rope": True, "rmsnorm": True, "mlp": MLPKind.swiglu}
 # What GPT computes, where a transformers config may ask for something else.
@@ -207,7 +206,7 @@ def _from_their_names(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str,
             continue  # lm_head.weight, the same tensor as wte.weight
         name = name.removeprefix("transformer.")
         weight = weight.detach().float().cpu()
-        state[name] = weight.t().contiguous() if name.endswith(CONV1D) else weight.clone()
+        state[name] = weight.t().contiguous() if name.endswith(_CONV1D) else weight.clone()
     padding = state["wte.weight"].new_zeros(config.padded_vocab_size - config.vocab_size, config.n_embd)
     state["wte.weight"] = torch.cat([state["wte.weight"], padding])
     return state
@@ -216,7 +215,7 @@ def _from_their_names(theirs: dict[str, Tensor], config: GPTConfig) -> dict[str,
 def _to_their_names(ours: dict[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     ours = ours | {"wte.weight": ours["wte.weight"][: config.vocab_size]}
     state = {
-        f"transformer.{name}": weight.t() if name.endswith(CONV1D) else weight
+        f"transformer.{name}": weight.t() if name.endswith(_CONV1D) else weight
         for name, weight in ours.items()
     }
     return state | {"lm_head.weight": ours["wte.weight"]}

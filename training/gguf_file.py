@@ -10,13 +10,13 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.huggingface import CONV1D
-
 from .config import ConfigError
 
 if TYPE_CHECKING:
     import tiktoken
     from transformers import GPT2LMHeadModel, PreTrainedModel
+
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in transformers, (out, in) in GGUF
 
 
 def merges_of(encoding: tiktoken.Encoding) -> tuple[dict[str, int], list[tuple[str, str]]]:
