@@ -96,7 +96,7 @@ def test_a_checkpoint_with_a_nan_is_refused_by_name(config, tmp_path):
     said = r"not finite, in wpe\.weight; use the checkpoint before it, .*step-00000004"
     for goes_on in ({"resume": str(tmp_path)}, {"init_from": str(tmp_path)}):
         with pytest.raises(ConfigError, match=said):
-            train(having(config, **goes_on), tmp_path / "other")
+            train(having(config, steps=12, **goes_on), tmp_path / "other")
     with pytest.raises(ConfigError, match=said):
         load_run(tmp_path)
 
