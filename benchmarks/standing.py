@@ -93,9 +93,8 @@ def draw(measured: Iterable[Results], device: str, path: Path) -> None:
         most = max(len({place.row for place, _ in found if place.feature == kind}) for kind in kinds)
         figure = axes[0].figure
         figure.set_size_inches(11, len(kinds) * (0.7 + 0.23 * most))
-        figure.get_layout_engine().set(
-            rect=(0.02, 0, 0.98, 1)
-        )  # a browser's letters are wider than those here
+        # A browser's letters are wider than those of the font that matplotlib measures.
+        figure.get_layout_engine().set(rect=(0.02, 0, 0.98, 1))
         for axis, (kind, phase) in zip(axes, ((k, p) for k in kinds for p in PASSES), strict=True):
             _map(axis, found, kind, phase)
 
