@@ -228,18 +228,20 @@ def timed(results: Results, **where: Any) -> list[Sample]:
     """The timings at the coordinates `where`, one for each workload, in order of length where they have one.
 
     Their "ms" are {name: {phase: [a process's rounds, ...]}} of the contenders that every process timed; "late" as in
-    `Timed`, of all processes; "again" a set: of a point that was cut, a later commit may have timed the last process.
+    `Timed`, of all processes; "again" a set: of a point that was cut, a later commit may have timed the last process;
+    "alone" a set, too: those that were timed after the others (`training`).
     """
     merged: dict[tuple[Any, ...], Sample] = {}
     for sample in sorted(pick(results, **where), key=lambda sample: sample.get("process", 0)):
         coordinates = {key: value for key, value in sample.items() if key not in MEASURED}
         found = merged.setdefault(
             tuple(map(str, coordinates.items())),
-            {**coordinates, "late": Counter(), "again": set(), "turns": []},
+            {**coordinates, "late": Counter(), "again": set(), "alone": set(), "turns": []},
         )
         found["turns"].append(sample["ms"])
         found["late"].update(sample.get("late", {}))
         found["again"].add(sample.get("again"))
+        found["alone"].update(sample.get("alone", ()))
     for sample in merged.values():
         first, *others = sample.pop("turns")
         sample["ms"] = {
@@ -250,7 +252,7 @@ def timed(results: Results, **where: Any) -> list[Sample]:
     return sorted(merged.values(), key=lambda sample: sample.get("length", 0))
 
 
-MEASURED = ("ms", "late", "clocks", "errors", "logit_errors", "process", "again", "beside")
+MEASURED = ("ms", "late", "clocks", "errors", "logit_errors", "process", "again", "alone", "beside")
 
 
 def took(sample: Sample, name: str, phase: str = "both") -> Times | None:

@@ -131,7 +131,7 @@ def _time(options: Options) -> None:
     for name in (BASELINE, OURS):
         measure = partial(hardware_counters.read_counters, name, plain)
         found = options.sample(measure, kind="ncu", backend=name, **asdict(plain))
-    if "refused" in found:  # the other's command differs only in the backend's name
+    if {"refused", "command"} <= found.keys():  # the other's command differs only in the backend's name
         options.say(f"  hardware counters: {found['refused']}; where they can be read:\n  {found['command']}")
 
 

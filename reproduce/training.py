@@ -269,16 +269,31 @@ def _logit_error(contender: Contender, group: Group) -> float:
 
 
 def _speed_of_all(options: Options, group: Group, names: list[str], built: dict[str, Contender]) -> Sample:
-    """`_speed`, without the first of them while they do not fit together: recorded CUDA graphs keep their memory."""
-    competing = list(names)
+    """`_speed`, without the first of them while they do not fit together: recorded CUDA graphs keep their memory.
+
+    Those are timed after the others, alone; "alone" has the clocks meanwhile.
+    """
+    together, alone = list(names), {}
     while True:
         try:
-            return _speed(options, group, competing, built)
+            sample = _speed(options, group, together, built)
+            break
         except torch.OutOfMemoryError:
-            if len(competing) == 1:
+            if len(together) == 1:
                 raise
-        options.say(f"  {competing.pop(0)} does not fit beside the others, and is left out")
+        options.say(f"  {together.pop(0)} does not fit beside the others, and is timed after them")
         _discard(options, built)
+    for name in names[: -len(together)]:
+        _discard(options, built)
+        try:
+            own = _speed(options, group, [name], built)
+        except torch.OutOfMemoryError:  # of four runs of two steps at 134 of 140 GiB, one did not fit
+            options.say(f"  {name} does not fit alone, and is left out")
+            continue
+        sample["ms"] |= own["ms"]
+        sample["late"] |= own["late"]
+        alone[name] = own["clocks"]
+    return {**sample, "alone": alone} if alone else sample
 
 
 def _speed(options: Options, group: Group, names: list[str], built: dict[str, Contender]) -> Sample:

@@ -18,6 +18,7 @@ STEADY = 1.1
 CONTEXT_BOUNDS = {2048: 0.85, 4096: 0.70}
 # Standard attention in our model; ratios are over the fastest that was timed.
 EAGER = ("naive", STANDARD, CUT)
+MASKED = ("naive", STANDARD)  # those that compute what is masked
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -64,18 +65,24 @@ def _group_of(sample: Sample) -> Sample:
 
 def _over_standard(sample: Sample) -> str:
     """What a ratio over standard attention is over."""
+    name, _ = fastest(sample, EAGER)
     lacks = "" if CUT in sample["ms"] else f" ({CUT} was not)"
-    return f"over {fastest(sample, EAGER)[0]}, the fastest form of standard attention timed here{lacks}"
+    return f"over {name}, the fastest form of standard attention timed here{lacks}{_after(sample, name)}"
 
 
-def _why_alone(results: Results, sample: Sample) -> str:
-    """Why no standard attention was timed beside ours."""
-    if peaks := [(gib, name) for name in EAGER if (gib := _peak_gib(results, sample, name))]:
+def _after(sample: Sample, name: str) -> str:
+    """What is said of a contender that did not fit beside the others, else ""."""
+    return ", after the others, as it does not fit beside them" * (name in sample["alone"])
+
+
+def _why_alone(results: Results, sample: Sample, forms: tuple[str, ...] = EAGER) -> str:
+    """Why none of these forms of standard attention was timed."""
+    if peaks := [(gib, name) for name in forms if (gib := _peak_gib(results, sample, name))]:
         gib, name = min(peaks)
         return f"{name} takes {gib:.0f} GiB, and was not timed with ours"
     where = {"kind": "memory", **_group_of(sample)}
     tried = [each for each in results["samples"] if where.items() <= each.items()]
-    out = [each["contender"] for each in tried if each.get("out_of_memory") and each["contender"] in EAGER]
+    out = [each["contender"] for each in tried if each.get("out_of_memory") and each["contender"] in forms]
     if not out:
         return "standard attention was not tried here"
     why = f"{', '.join(out)} ran out of memory: every layer's matrices are kept"
@@ -108,8 +115,8 @@ def _panels(results: Results) -> Iterator[plots.Panel]:
         for name in rows:
             peak = _peak_gib(results, sample, name)
             memory = f", {peak:.1f} GiB" if peak is not None else ""
-            steady = ", not steady" if _unsteady(sample, name) else ""
-            ends[name] = f"{rate(sample, name).median:,.0f}/s{memory}{steady}"
+            notes = ", not steady" * bool(_unsteady(sample, name)) + ", alone" * (name in sample["alone"])
+            ends[name] = f"{rate(sample, name).median:,.0f}/s{memory}{notes}"
         title = textwrap.fill(_title(sample), 42)
         panel = plots.bars(title, rows, across="ms a step; tokens/s, peak memory", ends=ends)
         yield plots.of({"context": "C13", "gpt3": "C23"}.get(sample["part"], "C11"), panel)
@@ -262,8 +269,16 @@ def _judge_fa2(results: Results, found: Verdicts) -> None:
             if gain and mode == "compiled":
                 passed = round(gain.low, 2) >= round(expected, 2)
                 why = f"at least the paper's speed-up, which is over another stack's softmax; {why}"
-                if fastest(sample, EAGER)[0] == CUT and (other := _ratio(ours, rate(sample, STANDARD))):
-                    why += f"; over {STANDARD}, which computes what is masked, {other.shown()}"
+                other = fastest(sample, MASKED)
+                if other is None:
+                    why += (
+                        f"; of the forms that compute what is masked, {_why_alone(results, sample, MASKED)}"
+                    )
+                elif fastest(sample, EAGER)[0] == CUT:
+                    over = _ratio(ours, rate(sample, other[0])).shown()
+                    why += (
+                        f"; over {other[0]}, which computes what is masked, {over}{_after(sample, other[0])}"
+                    )
             what = f"GPT3-1.3B, context {context}: flash over standard attention, {mode}"
             theirs = f"{expected:.2f}x ({with_flash} over {without} TFLOP/s)"
             found.add("C23", what, theirs, shown, passed, why, ratio=ratio)

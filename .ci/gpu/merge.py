@@ -42,6 +42,7 @@ NO_PLACE = (
     "clocks",
     "process",
     "again",
+    "alone",
     "beside",
     "failed",
     "broke_device",

@@ -374,23 +374,57 @@ def test_todays_hugging_face_and_pytorchs_attention_have_rows_of_their_own():
     assert found[alone.format("the fastest standard attention")] == (NOT_COMPARABLE, "1.60x")
 
 
-def test_who_does_not_fit_beside_the_others_is_left_out(monkeypatch):
+def test_who_does_not_fit_beside_the_others_is_timed_after_them(monkeypatch):
+    """Two fit beside each other, naive fits alone, and compiled never."""
     raced = []
 
     def hungry(options, group, names, built):
-        raced.append(list(names))
-        if "naive" in names:
+        raced.append((list(names), dict(built)))
+        built |= dict.fromkeys(names)
+        if "compiled" in names or (len(names) > 1 and "naive" in names) or len(names) > 2:
             raise torch.OutOfMemoryError
-        return {"ms": {}}
+        return {"ms": {name: {} for name in names}, "late": {names[0]: 1}, "clocks": {"watts": [len(names)]}}
 
     monkeypatch.setattr(training, "_speed", hungry)
     options = training.Options(torch.device("cpu"), True, training.TINY, sample=None)
-    built = {"naive": None, "flash": None}
-    assert training._speed_of_all(options, None, ["naive", "standard", "flash"], built) == {"ms": {}}
-    assert raced == [["naive", "standard", "flash"], ["standard", "flash"]]
-    assert not built  # what was compiled together is built anew
+    names = ["compiled", "naive", "standard", "flash"]
+    found = training._speed_of_all(options, None, names, dict.fromkeys(names))
+    assert found == {
+        "ms": {name: {} for name in ("standard", "flash", "naive")},
+        "late": {"standard": 1, "naive": 1},
+        "clocks": {"watts": [2]},
+        "alone": {"naive": {"watts": [1]}},
+    }
+    together, *others = raced
+    assert together == (names, dict.fromkeys(names))
+    # what was compiled together is built anew
+    assert others == [(each, {}) for each in (names[1:], names[2:], names[:1], names[1:2])]
+    assert "alone" not in training._speed_of_all(options, None, ["flash"], {})
     with pytest.raises(torch.OutOfMemoryError):
-        training._speed_of_all(options, None, ["naive"], {})
+        training._speed_of_all(options, None, ["compiled"], {})
+
+
+def test_a_ratio_over_what_was_timed_after_the_others_says_so():
+    rates = {"naive": 150e3, CUT: 200e3, "flash": 300e3}
+    where = {"mode": "compiled", "model": "gpt3_1.3b", "context": 8192}
+
+    def why(rates: dict[str, float], *others: dict, **more: object) -> str:
+        samples = in_three(speed("gpt3", rates, **where, **more), *others)
+        (found,) = (
+            each for each in training.judge({"device": "GPU", "samples": samples}) if each.claim == "C23"
+        )
+        return found.why
+
+    after = ", after the others, as it does not fit beside them"
+    assert why(rates).endswith("; over naive, which computes what is masked, 2.00x")
+    assert why(rates, alone={"naive": {}}).endswith(
+        f"; over naive, which computes what is masked, 2.00x{after}"
+    )
+    assert f"timed here{after}" in why(rates, alone={CUT: {}})
+    del rates["naive"]
+    of_naive = {**speed("gpt3", {}, **where), "kind": "memory", "contender": "naive", "peak_bytes": 134 << 30}
+    of_naive = {key: value for key, value in of_naive.items() if key not in ("part", "ms")}
+    assert why(rates, of_naive).endswith("is masked, naive takes 134 GiB, and was not timed with ours")
 
 
 def test_memory_is_measured_alone_where_it_does_not_fit_beside_the_others(monkeypatch):
