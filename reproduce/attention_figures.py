@@ -68,7 +68,7 @@ def on_cpu(results: Results) -> bool:
 
 
 def is_hopper(results: Results) -> bool:
-    """Whether TFLOP/s can be compared with FlashAttention-3's."""
+    """Whether shares of the peak and gains can be compared with FlashAttention-3's, of an H100."""
     return any(name in results["device"] for name in ("H100", "H200"))
 
 

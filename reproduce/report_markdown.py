@@ -14,6 +14,7 @@ from .report_page import (
     counted,
     figure_rows,
     first_rows,
+    missed,
     run_rows,
     texts,
 )
@@ -35,6 +36,8 @@ def as_markdown(page: Page, directory: Path) -> str:
     lines += markdown_table(FIRST_COLUMNS, first_rows(page))
     lines += [f"**Of the papers' {len(page.claims)} claims:**", ""]
     lines += [f"- **{len(names)} {state}**: {', '.join(names)}" for state, names in counted(page)]
+    if lost := missed(page):
+        lines += ["", "Not reproduced, by the least flattering figure:", "", *(f"- {each}" for each in lost)]
     lines += ["", "## How to read this", "", *(f"- {line}" for line in (*HOW_TO_READ, *WHERE)), ""]
     lines += ["## The claims", ""]
     rows = []

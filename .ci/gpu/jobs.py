@@ -255,8 +255,8 @@ TRAINING = (
 STEP = "slice reproduce training ${NANOGPT:+nanogpt=nanoGPT/model.py}"
 for number, (what, select) in enumerate(TRAINING, 1):
     JOBS[f"training_{number}"] = Job(what, measure(f"{STEP} --compilers 3 --select {select}"), limit=480)
-# At 8192 what does not fit beside the others, such as naive with 134 of 140 GiB, is timed after them. At 2048 naive is left
-# to its memory.
+# At 8192 what does not fit beside the others, such as naive with 134 of 140 GiB, is timed after them. At 2048 naive
+# is left to its memory.
 for mode, seconds in (("eager", 380), ("compiled", 480)):
     where = f"mode={mode} context=2048"
     core = f"--compilers 1 --seconds {seconds} --select parts=gpt3 core=standard,sdpa,flash"
