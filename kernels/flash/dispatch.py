@@ -5,7 +5,7 @@
              kernels/features.py, where faster.py says so; with tier="hopper" elsewhere too
 
 `choose` has the rule. Before a run `refuses` and `tier_of` ask it, with what is known then; every pass of a call
-asks it through `chosen`; `kernels.why_portable` tells users. Triton is imported only if there is a Hopper GPU.
+asks it through `kernels_for_call`; `kernels.why_portable` tells users. Only on a Hopper GPU is Triton imported.
 """
 
 import functools
@@ -183,7 +183,7 @@ def why_portable(request: AttentionRequest) -> str | None:
     return "; ".join(f"the {which} for Hopper needs {needed}" for which, needed in needs.items() if needed)
 
 
-def chosen(
+def kernels_for_call(
     which: str,
     q: torch.Tensor,
     k: torch.Tensor,

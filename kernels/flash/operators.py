@@ -6,7 +6,7 @@ from torch import Size, Tensor
 from ..operators import below_autograd, in_backward, operator
 from ..registry import AttentionError
 from .call import Options, Tensors, unflatten
-from .dispatch import chosen, hopper
+from .dispatch import hopper, kernels_for_call
 from .portable import launch as portable
 from .portable.tiles import are_forced
 
@@ -25,7 +25,7 @@ def flash_forward(
     out, lse, out_low = results = _empty_results(q, k, options.precise_delta)
     q, k, v = _unpacked(q, k, v)
     fits = lambda: hopper().fits_forward(q, k, v)  # noqa: E731
-    kernels, options = chosen("forward", q, k, tensors, options, are_forced(), fits)
+    kernels, options = kernels_for_call("forward", q, k, tensors, options, are_forced(), fits)
     if kernels == "hopper":
         hopper().forward(q, k, v, out, out_low, lse, tensors, options)
     else:
@@ -61,7 +61,7 @@ def flash_backward(
     if d_lse is not None:
         d_lse = d_lse.contiguous()
     fits = lambda: hopper().fits_backward(q, k, v, out, d_out)  # noqa: E731
-    kernels, options = chosen("backward", q, k, tensors, options, are_forced(), fits)
+    kernels, options = kernels_for_call("backward", q, k, tensors, options, are_forced(), fits)
     if kernels == "hopper":
         hopper().backward(d_out, d_lse, out, out_low, lse, q, k, v, dq, dk, dv, delta, tensors, options)
     else:

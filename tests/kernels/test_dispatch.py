@@ -507,7 +507,9 @@ def chosen(
 ) -> tuple[str, str]:
     q, k = (torch.empty(batch, 2, length, 64, dtype=torch.float16) for length in (q_len, kv_len))
     passes = ("forward", "backward")
-    return tuple(dispatch.chosen(each, q, k, tensors, options, forced, lambda: fits)[0] for each in passes)
+    return tuple(
+        dispatch.kernels_for_call(each, q, k, tensors, options, forced, lambda: fits)[0] for each in passes
+    )
 
 
 @pytest.mark.parametrize(
