@@ -84,10 +84,10 @@ def launch(
             address = tensor.data_ptr()
             addresses.append(address)
             bits |= address
-    place = None
+    cache_key = None
     if REUSES and key is not None and bits % 16 == 0 and not _is_watched() and (not moved or can_encode()):
-        place = (device, *key, *types, *[x.stride() for x in moved])
-        if (known := _known.get(place)) is not None:
+        cache_key = (device, *key, *types, *[x.stride() for x in moved])
+        if (known := _known.get(cache_key)) is not None:
             maps = _encode(known, moved, describe) if moved else ()
             stream = driver.active.get_current_stream(device)
             hooks = None, None, None  # enter and exit hooks, and their metadata
@@ -98,10 +98,10 @@ def launch(
     kernel, grid, numbers, options = prepare()
     descriptors = describe(*moved) if moved else ()
     compiled = kernel[grid](*descriptors, *pointers, *numbers, **FUSION, **options)
-    if place is not None:
+    if cache_key is not None:
         if len(_known) >= LIMIT:
             _known.clear()
-        _known[place] = _known_of(compiled, grid, numbers, bool(moved))
+        _known[cache_key] = _known_of(compiled, grid, numbers, bool(moved))
     return None
 
 
@@ -117,14 +117,14 @@ def _encode(
     known: Known, moved: tuple[Tensor, ...], describe: Callable[..., tuple[object, ...]]
 ) -> list[object]:
     """The launcher arguments for the TMA descriptors, encoded once per set of addresses."""
-    place = (known.serial, *[x.data_ptr() for x in moved])
-    arguments = _encoded.get(place)
+    cache_key = (known.serial, *[x.data_ptr() for x in moved])
+    arguments = _encoded.get(cache_key)
     if arguments is None:
         described = zip(describe(*moved), known.descriptors, strict=True)
         arguments = [each for pair in described for each in encode(*pair)]
         if len(_encoded) >= LIMIT:
             _encoded.clear()
-        _encoded[place] = arguments
+        _encoded[cache_key] = arguments
     return arguments
 
 

@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 if lacking := kernels_lack():  # for callers without `resolve_attention`
     raise AttentionError(f"attention=flash needs {lacking}")
 NO_TENSORS = Tensors()
-# Place -> options of calls that have passed the checks, which take 7 us.
+# Cache key -> options of calls that have passed the checks, which take 7 us.
 _passed: dict[tuple[object, ...] | None, Options] = {}
 LIMIT = 4096
 
@@ -116,20 +116,20 @@ def flash_attention(
     """
     q, k, v = in_autocast_dtype(q, k, v)
     qkv = (q, k, v) if _packed is None else (_packed, None, None)
-    place, eager = None, not torch.compiler.is_compiling()
+    cache_key, eager = None, not torch.compiler.is_compiling()
     plain = dropout_seed is alibi_slopes is sinks is kv_lengths is block_mask is None
     if eager and plain and cu_seqlens is cu_seqlens_k is None:
         if window is None:  # in a key 5.0 equals 5, but is refused
             numbers = (causal, scale, dropout_p, softcap, tier, precise_delta)
-            place = _place_of(q, k, v, _packed is None, *numbers)
-        if (options := _passed.get(place)) is not None:
+            cache_key = _cache_key(q, k, v, _packed is None, *numbers)
+        if (options := _passed.get(cache_key)) is not None:
             out, lse, _ = FlashAttention.apply(*qkv, None, NO_TENSORS, options)
             return (out, lse) if return_lse else out
     if _packed is not None:
         q, k, v = parts(_packed.detach())
     value_dim = None
     if k.shape != v.shape and k.shape[:-1] == v.shape[:-1] and k.shape[-1:] == q.shape[-1:]:
-        head_dim, value_dim, place = q.shape[-1], v.shape[-1], None
+        head_dim, value_dim, cache_key = q.shape[-1], v.shape[-1], None
         scale, width = check_scale(scale, head_dim), max(head_dim, value_dim)
         q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         qkv = (q, k, v)  # F.pad would also copy what needs no padding
@@ -167,25 +167,25 @@ def flash_attention(
         out, lse, _ = FlashAttention.apply(*qkv, tensors.sinks, tensors, options)
     else:
         out, lse, _ = flash_forward(*qkv, *tensors, *options)
-    if place is not None:
+    if cache_key is not None:
         if len(_passed) >= LIMIT:
             _passed.clear()
-        _passed[place] = options
+        _passed[cache_key] = options
     out = out if value_dim is None else out[..., :value_dim]
     return (out, lse) if return_lse else out
 
 
-def _place_of(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[object, ...] | None:
+def _cache_key(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[object, ...] | None:
     """What the checks of a call without other tensors depend on; None if it cannot be a key."""
-    place = (
+    cache_key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.stride(), k.stride(), v.stride(), *numbers, *map(type, numbers),
     )  # fmt: skip
     try:
-        hash(place)
+        hash(cache_key)
     except TypeError:  # a symbolic length
         return None
-    return place
+    return cache_key
 
 
 def check_supported(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None) -> None:
