@@ -28,7 +28,7 @@ from .layers import make_gpt, resolve_layers
 from .parallel.blocks import check_recompute
 from .parallel.config import Shard
 from .parallel.context import attention_of, check_context, in_ring, part_of, resolve_gather_keys
-from .parallel.mesh import Layout, check_shard, layout
+from .parallel.mesh import Layout, check_shard, layout_of
 from .parallel.shard import blocks_at_once
 from .precision import resolve_precision
 from .resume import AUTO, FROM_THE_START, Start, resume_path, start_at
@@ -130,7 +130,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
     # Before the tokenizer is downloaded, whose error would hide these.
-    place, computation = checked(config, ranks)
+    layout, computation = checked(config, ranks)
     resume = ranks.share(resume_path(config, run_dir))  # rank 0 decides
     if resume and config.trainer.resume == AUTO:  # the run in run_dir began with those weights
         config = _with_trainer(config, init_from=None)
@@ -147,7 +147,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
     # The checkpoint itself: the newest of its run may change.
     config = _with_trainer(config, init_from=initial.source if initial else start.init_from)
     positions = initial.positions if initial else ""
-    plan = Plan(config, run_dir, ranks, computation, corpus, place, positions, FROM_THE_START)
+    plan = Plan(config, run_dir, ranks, computation, corpus, layout, positions, FROM_THE_START)
     if resume:
         plan = dataclasses.replace(plan, start=start.checked(config, corpus, plan.facts(), run_dir))
         _check_best(plan)
@@ -159,8 +159,8 @@ def checked(config: Config, ranks: World) -> tuple[Layout, Computation]:
     _check_whole(config)
     named_corpus(config.data)
     check_context(config, ranks)
-    place = layout(config.parallel, ranks)
-    return place, _computation(config, ranks, place)
+    layout = layout_of(config.parallel, ranks)
+    return layout, _computation(config, ranks, layout)
 
 
 def _check_best(plan: Plan) -> None:
@@ -199,8 +199,8 @@ def _with_trainer(config: Config, **settings: Any) -> Config:
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **settings))
 
 
-def _computation(config: Config, ranks: World, place: Layout) -> Computation:
-    accumulation, micro_batch = config.accumulation_steps(place.data_size)
+def _computation(config: Config, ranks: World, layout: Layout) -> Computation:
+    accumulation, micro_batch = config.accumulation_steps(layout.data_size)
     dtype = resolve_precision(config.trainer.precision, ranks.device)
     check_shard(config, ranks, dtype)
     request = {
@@ -218,7 +218,10 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     check_recompute(config.parallel.recompute, name, resolve)
     if config.attention.precise_delta is None:
         request["precise_delta"] = _drifts(config, name, dtype)
-    shape = {"length": config.model.seq_len // place.context_size, "heads": micro_batch * config.model.n_head}
+    shape = {
+        "length": config.model.seq_len // layout.context_size,
+        "heads": micro_batch * config.model.n_head,
+    }
     tier, why = (ask(name, **request, **shape) for ask in (attention_tier, why_portable))
     if request["precise_delta"]:
         attention = bind(attention, precise_delta=True)
@@ -227,7 +230,7 @@ def _computation(config: Config, ranks: World, place: Layout) -> Computation:
     block = resolve_layers(config.model.block, "model.block", ranks.device, lacking, unmeasured)
     wanted = config.trainer.compile
     compiled = ranks.device.type == "cuda" if wanted is None else wanted
-    gather_keys = resolve_gather_keys(config, place, micro_batch)
+    gather_keys = resolve_gather_keys(config, layout, micro_batch)
     whole = not breaks_graph(name, **request)
     graphs = resolve_graphs(
         config.trainer.cuda_graphs, compiled, ranks, config.parallel, gather_keys=gather_keys,

@@ -290,8 +290,8 @@ class Trainer:
         Where ranks share each sequence, each has the whole inputs and its part of the targets.
         """
         on_gpu = self.world.device.type == "cuda"
-        place, part = self.plan.layout, part_of(self.plan.layout)
-        ranks = {"rank": place.data_rank, "world_size": place.data_size}
+        layout, part = self.plan.layout, part_of(self.plan.layout)
+        ranks = {"rank": layout.data_rank, "world_size": layout.data_size}
         with closing(prefetch(batches, start, stop, pin_memory=on_gpu, **ranks)) as loaded:
             for pair in loaded:
                 inputs, targets = (tensor.to(self.world.device, non_blocking=True) for tensor in pair)

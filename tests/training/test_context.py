@@ -188,7 +188,7 @@ def test_a_run_goes_on_with_its_sequences_shared_or_whole(started, user_environm
 def test_what_a_refusal_names_instead_is_accepted(monkeypatch, settings, said, instead):
     """As two ranks on a CPU check it, without the tests' interpreter, in which flash would run."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(plan, "layout", lambda *_: Layout())
+    monkeypatch.setattr(plan, "layout_of", lambda *_: Layout())
     ranks = World(torch.device("cpu"), size=2, launched=True)
     small = ["model.seq_len=32", "trainer.batch_tokens=13440"]  # a multiple of 28 and of 30, too
     with pytest.raises(ValueError, match=re.escape(said)):

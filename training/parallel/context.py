@@ -75,27 +75,27 @@ def attention_of(config: Config, name: str, **request: Any) -> tuple[str, Attent
         raise AttentionError(f"{reason}{use}naive{without}") from None  # it refuses nothing but a tier
 
 
-def resolve_gather_keys(config: Config, place: Layout, micro_batch: int) -> bool:
+def resolve_gather_keys(config: Config, layout: Layout, micro_batch: int) -> bool:
     """Whether ranks that share a sequence gather its keys, instead of sending them around."""
     asked, model = config.parallel.gather_keys, config.model
-    if place.context_size == 1 or asked is not None:
+    if layout.context_size == 1 or asked is not None:
         return bool(asked)
-    ranks = place.context_size
+    ranks = layout.context_size
     shape = micro_batch, model.n_head, model.seq_len // ranks, model.head_dim
     return not config.data.document_mask and gathers_keys(*shape, ranks)
 
 
-def in_ring(name: str, config: Config, place: Layout, gather_keys: bool) -> AttentionFn:
+def in_ring(name: str, config: Config, layout: Layout, gather_keys: bool) -> AttentionFn:
     """The attention of that name between the ranks that share a sequence."""
     options = {"tier": config.attention.tier, "gather_keys": gather_keys}
-    return partial(ring_attention, group=place.context_group, attention=name, **options)
+    return partial(ring_attention, group=layout.context_group, attention=name, **options)
 
 
-def part_of(place: Layout) -> Part | None:
+def part_of(layout: Layout) -> Part | None:
     """The part of each sequence that this rank computes; None: all of it."""
-    if place.context_size == 1:
+    if layout.context_size == 1:
         return None
-    return Part(chunks_of(place.context_rank, place.context_size), 2 * place.context_size)
+    return Part(chunks_of(layout.context_rank, layout.context_size), 2 * layout.context_size)
 
 
 def leave_ring(model: GPT, attention: AttentionFn) -> None:

@@ -29,7 +29,7 @@ class Layout:
     context_size: int = 1
 
 
-def layout(config: ParallelConfig, ranks: World) -> Layout:
+def layout_of(config: ParallelConfig, ranks: World) -> Layout:
     """The mesh of a run: one dimension, along which the batch and, if asked for, the model are split.
 
     With parallel.context the ranks also form a mesh of two dimensions. Gradients and parts of the model still go over
