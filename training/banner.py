@@ -1,4 +1,4 @@
-"""What a run prints about itself: the banner before, the result after."""
+"""What a run says of itself, as rows: the plan before its first step, the result after its last."""
 
 from __future__ import annotations
 

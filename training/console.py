@@ -1,4 +1,4 @@
-"""What a person watching a run sees: a banner, one live line, the end result."""
+"""How things are printed: the live line, aligned rows (banner.py's), numbers, text for a terminal or a shell."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from model.gpt import GPT
 
 from . import checkpoint
+from .banner import banner, in_sweep, noise, result, unsaved
 from .config import Config, ConfigError, flatten, to_yaml
 from .console import for_shell, printable, table
 from .distributed import World
@@ -24,7 +25,6 @@ from .loggers import CsvLogger, Logger, kept_rows
 from .parallel.config import Shard
 from .parallel.context import leave_ring
 from .plan import Plan
-from .report import banner, in_sweep, noise, result, unsaved
 from .resume import AUTO
 from .sampling import sample_text
 from .seeds import stream_seed

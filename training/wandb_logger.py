@@ -15,10 +15,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from .banner import in_sweep
 from .config import Config, ConfigError, LoggerConfig, WandbMode
 from .files import write_whole
 from .loggers import COLUMNS, Kept, Logger
-from .report import in_sweep
 
 # How long a run waits for wandb's server: when it begins, and for the last of its rows when it ends. torchrun
 # kills a rank 30 s after it was told to stop.

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from training import metrics
+from training.banner import result
 from training.config import TrainerConfig
 from training.distributed import World
 from training.metrics import Throughput, peak_flops, performance
-from training.report import result
 
 CPU = World(torch.device("cpu"))
 

@@ -22,6 +22,7 @@ from model.huggingface import from_huggingface
 from tests.conftest import losses, rows
 from tests.model.test_fused import LAYERS
 from tests.training.ranks import done_on, run, started_on, train_on
+from training.banner import unsaved
 from training.checkpoint import find, load_weights
 from training.command_line import composed
 from training.cuda_graphs import Local
@@ -29,7 +30,6 @@ from training.export import export
 from training.parallel.blocks import recompute, time_blocks
 from training.parallel.config import Recompute
 from training.parallel.shard import blocks_at_once
-from training.report import unsaved
 
 QUICK = {
     "none": [],
