@@ -1,14 +1,31 @@
-"""Results on disk: one JSON document per experiment and device, complete or partial; documents are never merged.
+"""Results on disk: one JSON document per experiment and device. A run adds to one, and never joins two.
 
-    results/<device>/<name>.json             a complete run
-    results/<device>/<name>.partial.json     a run that was interrupted or ran out of time; the next run resumes it
-    results/<device>/<name>.svg              its picture
+    results/<device>/<name>.json            complete: every sample asked for exists, though some may have failed
+    results/<device>/<name>.partial.json    not every sample that the experiment lists exists; the next run resumes it
+    results/<device>/<name>.svg             its picture
 
-A document has a line for each entry and for each sample, its numbers rounded to eight digits. It records what
-produced it: command, commit, environment, settings, and by name what its figures depend on, each with a hash that
-survives moves, renames and comments (`depends.py`). A run resumes a partial document, or is skipped in favour of a
-complete one, only if device, settings, torch and triton versions are the same and nothing it depends on has changed.
-Processes of one experiment may write to its partial document at the same time.
+Only `.ci/gpu/merge.py` joins documents: of several processes or slices, and with --over newer points and older ones.
+
+    version, experiment, state, tiny, device    of this format; <name>; complete or partial; --tiny; the GPU's name
+    command, environment, date    of a run: of joined ones, the last, but --over keeps the older command, environment
+    commit        of the code that ran; "A to B": joined, A the first and B the last
+    depends       name -> hash of what the figures depend on; survives moves, renames and comments (`depends.py`)
+    again         commit -> its `depends`, for the points that --over laid over older ones
+    settings      the experiment's Settings; those in its SELECTION add up over runs
+    seconds, took       of all its runs; kind -> [samples, seconds to measure them], without those that --over added
+    samples       a line each: `kind` and what else says which point it is, then what was measured there. In any:
+      process           which of settings.processes measured it; without it, once is enough
+      ms                contender -> phase -> milliseconds of each round
+      late              contender -> rounds whose times may include waiting for the host (`timing.py`)
+      clocks            least, median, most of clock, power, temperature; host_load before and after
+      alone             contender -> its clocks, for those timed after the others, beside which they did not fit
+      again, beside     the commit, if it is in the document's `again`; what else ran then (entered by hand)
+      refused, out_of_memory, failed, broke_device    why there is no figure; whether later samples could not run
+      partial           the step at which a training run was cut; it is measured again
+
+Numbers have eight digits. A run resumes a partial document, or is skipped in favour of a complete one, only if
+device, settings, torch and triton versions are the same and nothing it depends on has changed. Processes of one
+experiment may write to its partial document at the same time.
 """
 
 from __future__ import annotations
