@@ -1,6 +1,7 @@
-"""The layers of docs/architecture.md: code imports only from layers below its own, and never in a circle."""
+"""docs/architecture.md: code imports only from layers below its own, never in a circle, and what it names exists."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -98,3 +99,27 @@ def test_a_number_that_attention_takes_is_named_in_seven_files() -> None:
         *("arguments.py", "features.py", "naive.py", "flash/api.py", "flash/call.py"),
         *("flash/portable/spec.py", "flash/portable/score_mods.py"),
     }
+
+
+def defined(tree: ast.Module | ast.ClassDef) -> set[str]:
+    """The functions, classes and assigned names in a file; of a class also Class.name."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{own}" for own in defined(node)}
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_the_page_names_what_exists() -> None:
+    """Each `path.py:name` of the two listings that follow a step and a figure."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"([\w./]+\.py):(\w+(?:\.\w+)*)", page)
+    assert len(named) > 30
+    missing = [
+        f"{path}:{name}" for path, name in named if name not in defined(ast.parse((ROOT / path).read_text()))
+    ]
+    assert missing == []
