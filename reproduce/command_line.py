@@ -155,7 +155,7 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
             print(done + WORTH * tiny)
             continue
         unfinished[each.name] = store
-        plan += steps(each, store, settings, device, tiny)
+        plan += steps(store)
     plan.sort(key=lambda each: (each.experiment.alone, each.selected == each.settings))  # README's first
     if len(plan) > 1 or (plan and arguments.plan):
         print(shown(plan, devices), flush=True)
@@ -170,7 +170,7 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
     for name in [each for each in unfinished if each not in statuses]:
         experiment, settings = program.experiments[name], unfinished[name].settings
         store = call.store(experiment, settings, device, retry=[])
-        left = missing(experiment, store, settings, device, tiny)
+        left = missing(store, settings)
         whole = not left if experiment.seconds else name not in cut
         statuses[name] = _conclude(store, whole, late)
         if store.document["samples"] and (whole or len(chosen) == 1):

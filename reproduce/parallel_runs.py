@@ -100,7 +100,7 @@ def compile_share(device: torch.device, steps: list[Step], call: Call, share: in
     """Measure one in `of` of the samples by which what is missing is compiled, and keep nothing."""
     for step in steps:
         store = call.store(step.experiment, step.settings, device)
-        left = missing(step.experiment, store, step.selected, device, call.tiny)
+        left = missing(store, step.selected)
         sample = _Compiling(store, step.experiment.compiles, left, share, of)
         options = Options(device, call.tiny, step.selected, sample, 0, store.find, say=lambda line: None)
         step.experiment.module.run(options)

@@ -55,12 +55,12 @@ class Step:
         return f"{self.experiment.name}{part}, process {self.process + 1} of {self.processes}"
 
 
-def missing(
-    experiment: Experiment, store: Store, settings: Any, device: torch.device, tiny: bool
-) -> list[Sample]:
-    """The coordinates of what the document lacks, of all processes; none if the experiment does not tell."""
-    if not experiment.seconds:
+def missing(store: Store, settings: Any) -> list[Sample]:
+    """The coordinates of what the document lacks of the settings' samples, of all processes; none if the experiment
+    does not tell."""
+    if not store.experiment.seconds:
         return []
+    device, tiny = store.device, store.document["tiny"]
     found: dict[str, Sample] = {}
 
     def sample(measure: object, **where: Any) -> Sample:
@@ -71,7 +71,7 @@ def missing(
 
     for process in range(processes_of(settings, device, tiny)):
         options = Options(device, tiny, settings, sample, process, store.find, say=lambda line: None)
-        experiment.module.run(options)
+        store.experiment.module.run(options)
     return list(found.values())
 
 
@@ -80,11 +80,10 @@ def processes_of(settings: Any, device: torch.device, tiny: bool) -> int:
     return getattr(settings, "processes", 1) if device.type == "cuda" or tiny else 1
 
 
-def steps(
-    experiment: Experiment, store: Store, settings: Any, device: torch.device, tiny: bool
-) -> Iterator[Step]:
+def steps(store: Store) -> Iterator[Step]:
     """What is left of an experiment, its first part before the rest."""
-    count = processes_of(settings, device, tiny)
+    experiment, settings, tiny = store.experiment, store.settings, store.document["tiny"]
+    count = processes_of(settings, store.device, tiny)
     if not experiment.seconds:
         if not store.finished:
             for process in range(count):
@@ -93,16 +92,14 @@ def steps(
         return
     planned: set[str] = set()
     begun: set[int] = set()
-    counted = device.type == "cpu" and not tiny  # which README does not show
+    counted = store.device.type == "cpu" and not tiny  # which README does not show
     for selected in [settings] if counted else dict.fromkeys(_parts(experiment, settings)):
-        left = [
-            each for each in missing(experiment, store, selected, device, tiny) if str(each) not in planned
-        ]
+        left = [each for each in missing(store, selected) if str(each) not in planned]
         planned |= set(map(str, left))
         for process in range(count):
             own = [each for each in left if each.get("process", 0) == process]
             if own:
-                seconds = STARTING_S + sum(_price(experiment, store, each["kind"]) for each in own)
+                seconds = STARTING_S + sum(_price(store, each["kind"]) for each in own)
                 retries = process not in begun
                 begun.add(process)
                 yield Step(experiment, settings, selected, process, count, len(own), seconds, retries)
@@ -119,10 +116,10 @@ def _parts(experiment: Experiment, settings: Any) -> Iterator[Any]:
     yield settings
 
 
-def _price(experiment: Experiment, store: Store, kind: str) -> float:
+def _price(store: Store, kind: str) -> float:
     """Seconds of a sample: the mean of those in the document, or else what the experiment says."""
     count, seconds = store.document["took"].get(kind, (0, 0.0))
-    return seconds / count if count else experiment.seconds.get(kind, 1.0)
+    return seconds / count if count else store.experiment.seconds.get(kind, 1.0)
 
 
 def shown(plan: list[Step], devices: list[torch.device]) -> str:

@@ -134,7 +134,7 @@ class Store:
         """
         from training.environment import device_name, environment
 
-        self.experiment, self.settings = experiment, settings
+        self.experiment, self.settings, self.device = experiment, settings, device
         self.folder = directory / slug(device_name(device))
         self.complete = self.folder / f"{experiment.name}.json"
         self.partial = self.folder / f"{experiment.name}.partial.json"

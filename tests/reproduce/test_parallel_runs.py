@@ -79,13 +79,13 @@ def history_store(folder: Path, settings: history.Settings) -> Store:
 @pytest.mark.slow
 def test_processes_that_write_the_same_document_lose_nothing(tmp_path):
     settings = parse_settings(history.TINY, ["processes=3", "row_lengths=100,200,300", "lengths=", "heads="])
-    plan = list(steps(EXPERIMENTS["history"], history_store(tmp_path, settings), settings, CPU, True))
+    plan = list(steps(history_store(tmp_path, settings)))
     assert [step.process for step in plan] == [0, 1, 2]
     asked = {step.process: step.samples for step in plan}
     call = Call(tmp_path, tiny=True, settings={})
     assert measure_all(plan, [CPU, CPU], call, None) == set()  # the second and third process at the same time
     store = history_store(tmp_path, settings)
-    assert not missing(EXPERIMENTS["history"], store, settings, CPU, True)
+    assert not missing(store, settings)
     found = [sample.get("process", 0) for sample in store.document["samples"]]
     assert {process: found.count(process) for process in asked} == asked
     count, seconds = store.document["took"]["softmax"]
@@ -112,7 +112,7 @@ def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tm
     def compile_with(shares: int) -> set:
         taken.clear()
         store = history_store(tmp_path, settings)
-        plan = list(steps(EXPERIMENTS["history"], store, settings, CPU, True))
+        plan = list(steps(store))
         for share in range(shares):
             compile_share(CPU, plan, call, share, shares)
         assert len(taken) == len(set(taken))
@@ -139,7 +139,7 @@ def test_a_part_that_is_there_compiles_nothing(tmp_path, monkeypatch):
     part = replace(settings, lengths=(32,))
     experiment, call = EXPERIMENTS["history"], Call(tmp_path, tiny=True, settings={})
     store = history_store(tmp_path, settings)
-    while left := missing(experiment, store, part, CPU, True):
+    while left := missing(store, part):
         for where in left:
             store.sample(lambda: {"passed": True, "ms": {}}, **where)
     for selected, compiles in ((part, False), (settings, True)):
@@ -164,7 +164,7 @@ def test_what_fails_is_tried_once_a_call_though_it_is_in_both_parts(tmp_path, mo
     call = Call(tmp_path, tiny=True, settings={})
     for _ in range(2):
         tried: list[Workload] = []
-        plan = list(steps(experiment, call.store(experiment, settings, CPU), settings, CPU, True))
+        plan = list(steps(call.store(experiment, settings, CPU)))
         assert len(plan) == 2
         for step in plan:
             measure([CPU], step, call)
