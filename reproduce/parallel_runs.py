@@ -100,28 +100,33 @@ def compile_share(device: torch.device, steps: list[Step], call: Call, share: in
     """Measure one in `of` of the samples by which what is missing is compiled, and keep nothing."""
     for step in steps:
         store = call.store(step.experiment, step.settings, device)
-        left = missing(store, step.selected)
-        sample = _Compiling(store, step.experiment.compiles, left, share, of)
+        sample = _compiling(store, missing(store, step.selected), share, of)
         options = Options(device, call.tiny, step.selected, sample, 0, store.find, say=lambda line: None)
         step.experiment.module.run(options)
 
 
-class _Compiling:
+def _compiling(store: Store, left: list[Sample], share: int, of: int) -> Callable[..., Sample]:
     """`Options.sample` of a process that compiles; on a new machine, also what an earlier run measured."""
+    asked: set[str] = set()
 
-    def __init__(
-        self, store: Store, compiles: tuple[Sample, ...], left: list[Sample], share: int, of: int
-    ) -> None:
-        self.store, self.compiles, self.left, self.share, self.of = store, compiles, left, share, of
-        self.asked: set[str] = set()
+    def serves(where: Sample) -> bool:
+        """Whether a missing sample needs what this one compiles: all coordinates that they share are equal."""
+        compiles = any(each.items() <= where.items() for each in store.experiment.compiles)
+        if not compiles or where.get("length", 0) > LONGEST_COMPILED:
+            return False
+        for each in left:
+            shared = [key for key in where if key in each and key != "kind"]
+            if shared and all(where[key] == each[key] for key in shared):
+                return True
+        return False
 
-    def __call__(self, measure: Callable[[], Sample], **where: Any) -> Sample:
-        known = self.store.find(**where) or {**where, **ASSUMED}
+    def sample(measure: Callable[[], Sample], **where: Any) -> Sample:
+        known = store.find(**where) or {**where, **ASSUMED}
         cannot = {"refused", "out_of_memory", "failed"} & known.keys()
-        if cannot or not self._serves(where) or str(where) in self.asked:
+        if cannot or not serves(where) or str(where) in asked:
             return known
-        self.asked.add(str(where))
-        if len(self.asked) % self.of == self.share:
+        asked.add(str(where))
+        if len(asked) % of == share:
             try:
                 measure()
             except Exception as error:  # refused, out of memory beside the others: measuring will tell
@@ -130,16 +135,7 @@ class _Compiling:
                 torch.cuda.empty_cache()
         return known
 
-    def _serves(self, where: Sample) -> bool:
-        """Whether a missing sample needs what this one compiles: all coordinates that they share are equal."""
-        compiles = any(each.items() <= where.items() for each in self.compiles)
-        if not compiles or where.get("length", 0) > LONGEST_COMPILED:
-            return False
-        for each in self.left:
-            shared = [key for key in where if key in each and key != "kind"]
-            if shared and all(where[key] == each[key] for key in shared):
-                return True
-        return False
+    return sample
 
 
 def _measure(device: torch.device, step: Step, call: Call) -> None:
