@@ -17,6 +17,8 @@ from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
+import yaml
+
 from training.config import DRIFTS_FROM, flatten
 from training.console import speed_range
 from training.loggers import csv_cell
@@ -249,7 +251,7 @@ def _read_directory(path: Path) -> Run:
     environment, summary, facts = (
         _read(path / f"{name}.json", json.load) for name in ("environment", "summary", "facts")
     )
-    config = flatten(_read(path / "config.yaml", _load_yaml))
+    config = flatten(_read(path / "config.yaml", yaml.safe_load))
     figures = {name: value for name, value in summary.items() if "/" in name or name == "seconds"}
     _check(path / "summary.json", figures, "a number", lambda value: not isinstance(value, str | list | dict))
     counts = {name: config[name] for name in COUNTS if name in config}
@@ -285,18 +287,9 @@ def _read(path: Path, load: Callable[[TextIO], Any], kind: type = dict) -> Any:
             found = load(file)
         if not isinstance(found, kind):
             raise ValueError("it has no named values")
-    except ValueError as error:  # also what is not UTF-8
-        raise ReproduceError(f"{path} cannot be read: {error}") from None
+    except (ValueError, yaml.YAMLError) as error:  # also what is not UTF-8
+        raise ReproduceError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     return found
-
-
-def _load_yaml(file: TextIO) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(file)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error).splitlines()[0]) from None
 
 
 def _load_rows(file: TextIO) -> list[dict[str, float]]:
