@@ -37,9 +37,6 @@ class Definition(NamedTuple):
     module: str
     name: str
 
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
 
 class Tree:
     """The definitions below a root folder, and their hashes."""
@@ -47,7 +44,9 @@ class Tree:
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
         files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
-        self.modules = {_dotted(file.relative_to(root)): _Module(file.read_text("utf-8")) for file in files}
+        dotted = [".".join(file.relative_to(root).with_suffix("").parts) for file in files]
+        names = [name.removesuffix(".__init__") for name in dotted]
+        self.modules = {n: _Module(file.read_text("utf-8")) for n, file in zip(names, files, strict=True)}
         self._hashes: dict[tuple[Definition, str], str] = {}
         self._open: list[Definition] = []  # those being hashed, each because the one before refers to it
         self._lowest = 0  # the outermost of them that has been met again
@@ -66,7 +65,7 @@ class Tree:
                 found[name] = _hash_of_json(self.root / name)
                 continue
             for each in self._measured(name, gpu):
-                found[str(each)] = self.hash(each, EVERYTHING if self._is_kernel(each) else each.module)
+                found[".".join(each)] = self.hash(each, EVERYTHING if self._is_kernel(each) else each.module)
         return found
 
     def hashes(self) -> set[str]:
@@ -153,22 +152,18 @@ class Tree:
         if isinstance(node, ast.Attribute):
             if not isinstance(node.value, ast.Name) or node.value.id in own:
                 return None
-            module = self._module_called(within.module, node.value.id)
-            return self._defined(module, node.attr) if module else None
+            origin = self._origin(within.module, node.value.id)
+            return self._defined(".".join(origin), node.attr) if origin else None
         return None if node.id in own else self._defined(within.module, node.id)
 
     def _defined(self, module: str, name: str) -> Definition | None:
-        """Where `name` in `module` is defined, through imports."""
+        """Where `name` in `module` is defined, through imports; None if that is no module of this tree."""
         if module not in self.modules:
             return None
         if name in self.modules[module].definitions:
             return Definition(module, name)
         origin = self._origin(module, name)
         return self._defined(*origin) if origin else None
-
-    def _module_called(self, module: str, name: str) -> str | None:
-        found = ".".join(self._origin(module, name) or ())
-        return found if found in self.modules else None
 
     def _origin(self, module: str, name: str) -> tuple[str, str] | None:
         """Where a name of `module` is imported from: the module, and its name there."""
@@ -217,10 +212,6 @@ def _own_names(node: ast.stmt) -> dict[str, str]:
 
 def _is_gluon(node: ast.stmt) -> bool:
     return "gluon" in "".join(map(ast.dump, node.decorator_list))
-
-
-def _dotted(file: Path) -> str:
-    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
 def _hash(text: str) -> str:
