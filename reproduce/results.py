@@ -273,10 +273,6 @@ class Store:
         named = {"backend", "contender"} & where.keys()
         return [each for each in self.document["samples"] if named and stale(each)]
 
-    @property
-    def failures(self) -> list[Sample]:
-        return [s for s in self.document["samples"] if s.get("failed")]
-
     def finish(self) -> None:
         """Mark the document complete, and save it under its final name."""
         self.document["state"] = "complete"
