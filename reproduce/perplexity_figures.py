@@ -43,11 +43,6 @@ def runs(results: Results, part: str) -> dict[str, Sample]:
     return {name: found[name] for name in (*NAMES, *found) if name in found}
 
 
-def compares(results: Results) -> bool:
-    """Whether there are curves of naive and of flash to be laid over each other."""
-    return {"naive", "flash"} <= runs(results, "gpt2").keys()
-
-
 def final_loss(run: Sample) -> float:
     """Validation loss in nats after the last step."""
     return run["validation"][-1][1]

@@ -15,7 +15,7 @@ from . import headline, long_run, pairs
 from .attention_figures import peaks
 from .common import results_folder, writing
 from .experiment import EXPERIMENTS, NOT_MEASURED, Results, Verdict
-from .perplexity_figures import compares, runs
+from .perplexity_figures import runs
 from .perplexity_verdicts import judge_between_devices, judge_extended
 from .plots import can_draw
 from .report_html import as_html
@@ -160,7 +160,8 @@ def _headlines(documents: list[Results], trained: list[pairs.Trained], directory
     """
     newest = [each for each in documents if ran_on_gpu(each) and each["state"] != EARLIER]
     measured = {(each["device"], each["experiment"]): each for each in newest}
-    curves = {gpu: each for (gpu, name), each in measured.items() if name == "perplexity" and compares(each)}
+    curves = {gpu: each for (gpu, name), each in measured.items() if name == "perplexity"}
+    curves = {gpu: each for gpu, each in curves.items() if {"naive", "flash"} <= runs(each, "gpt2").keys()}
     most = max(curves.values(), key=lambda each: len(runs(each, "gpt2")), default=None)
     for device in sorted({device for device, _ in measured}):
         needed = [measured.get((device, name)) for name in ("attention", "training")]

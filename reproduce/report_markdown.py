@@ -9,7 +9,6 @@ from .report_page import (
     FIRST_COLUMNS,
     HOW_TO_READ,
     RUN_COLUMNS,
-    Figure,
     Page,
     counted,
     figure_rows,
@@ -49,16 +48,16 @@ def as_markdown(page: Page, directory: Path) -> str:
     lines += ["# Appendix", "", "## A. Every figure of a GPU", ""]
     for name, judged in page.claims.items():
         lines += [f"### {name}", "", f"{judged.claim.statement} {judged.claim.source}.", ""]
-        lines += _table(judged.on_gpu)
-        lines += [f"Picture at [{judged.pictured_at}](#{judged.pictured_at.lower()}).", ""] * bool(
-            judged.pictured_at
-        )
+        lines += markdown_table(COLUMNS, figure_rows(judged.on_gpu)) if judged.on_gpu else []
+        if at := judged.pictured_at:
+            lines += [f"Picture at [{at}](#{at.lower()}).", ""]
         lines += [f"{each}\n" for each in judged.also]
         lines += [f"![{name}]({_link(path, directory)})\n" for path in judged.gpu_pictures]
     lines += ["## B. Counted on a CPU", ""]
     for name, judged in page.claims.items():
         if judged.on_cpu:
-            lines += [f"{name}. {judged.claim.statement}", "", *_table(judged.on_cpu)]
+            lines += [f"{name}. {judged.claim.statement}", ""]
+            lines += markdown_table(COLUMNS, figure_rows(judged.on_cpu))
         lines += [f"![{name}]({_link(path, directory)})\n" for path in judged.cpu_pictures]
     lines += ["## C. Runs", "", *(f"- {note}" for note in page.notes), *[""] * bool(page.notes)]
     lines += markdown_table(RUN_COLUMNS, run_rows(page))
@@ -67,10 +66,6 @@ def as_markdown(page: Page, directory: Path) -> str:
         for name, text in written:
             lines += [f"{name}:", "", *(f"    {line}" for line in text.strip().splitlines()), ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _table(figures: list[Figure]) -> list[str]:
-    return markdown_table(COLUMNS, figure_rows(figures)) if figures else []
 
 
 def _link(path: Path, directory: Path) -> str:

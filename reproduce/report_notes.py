@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 from .experiment import Results
 from .results import changed_since, faster_since
@@ -15,7 +15,8 @@ OF_STEPS = ("training", "encoders")
 
 def notes(documents: list[Results]) -> Iterator[str]:
     """What a reader has to know of the runs."""
-    yield from _listed("code has changed since these were run (Runs tells what)", documents, changed_since)
+    stale = filter(changed_since, documents)
+    yield from _listed("code has changed since these were run (Runs tells what)", stale)
     faster: dict[str, list[str]] = defaultdict(list)
     for document in documents:
         for words in faster_since(document):
@@ -34,15 +35,17 @@ def notes(documents: list[Results]) -> Iterator[str]:
                 f"in some rounds of {name_of(document)} the device waited for the host, so their times may include "
                 f"it: {late}"
             )
-    yield from _listed("timed in one process, so their figures have no range yet", documents, _timed_once)
+    once = filter(_timed_once, documents)
+    yield from _listed("timed in one process, so their figures have no range yet", once)
     for document in documents:
         if _timed_once(document):
             continue
-        if once := {each["kind"] for each in document["samples"] if "ms" in each and "process" not in each}:
-            yield f"of {name_of(document)}, 1 process timed {', '.join(sorted(once))}"
+        if kinds := {each["kind"] for each in document["samples"] if "ms" in each and "process" not in each}:
+            yield f"of {name_of(document)}, 1 process timed {', '.join(sorted(kinds))}"
         for processes, points in sorted(_timed_by_fewer(document).items()):
             yield f"of {name_of(document)}, {processes} process{'es' * (processes > 1)} timed {points}"
-    yield from _listed("some samples failed, whose files say why", documents, _failed)
+    failed = [each for each in documents if any("failed" in sample for sample in each["samples"])]
+    yield from _listed("some samples failed, whose files say why", failed)
 
 
 def of_points(document: Results) -> Iterator[str]:
@@ -77,10 +80,10 @@ def host_load(document: Results) -> str:
     return f"{' to '.join(ends)} of {document['environment']['cpu_count']} cores"
 
 
-def _listed(words: str, documents: list[Results], holds: Callable[[Results], object]) -> Iterator[str]:
-    """The documents of which it holds, if any, by device: "WORDS: attention, history on NVIDIA H200; ..."."""
+def _listed(words: str, documents: Iterable[Results]) -> Iterator[str]:
+    """The documents, if any, by device: "WORDS: attention, history on NVIDIA H200; ..."."""
     names: dict[str, list[str]] = {}
-    for document in filter(holds, documents):
+    for document in documents:
         names.setdefault(document["device"], []).append(document["experiment"] + _earlier(document))
     if names:
         by_device = [f"{', '.join(experiments)} on {device}" for device, experiments in names.items()]
@@ -110,10 +113,6 @@ def _timed_by_fewer(document: Results) -> dict[int, str]:
         count: ", ".join(places) if in_parts else f"{len(places)} of {len(processes)} points"
         for count, places in fewer.items()
     }
-
-
-def _failed(document: Results) -> bool:
-    return any("failed" in sample for sample in document["samples"])
 
 
 def name_of(document: Results) -> str:
