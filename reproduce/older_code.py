@@ -74,11 +74,7 @@ def _is_of_eager_steps(sample: Mapping[str, Any]) -> bool:
 
 
 def _is_long_documents(sample: Mapping[str, Any]) -> bool:
-    return (
-        sample.get("bound") == "documents"
-        and sample.get("head_dim") == 128
-        and sample.get("length", 0) > 4096
-    )
+    return _is_few_documents(sample) and sample.get("length", 0) > 4096
 
 
 def _is_masked_and_stored_by_tma(sample: Mapping[str, Any]) -> bool:
@@ -101,10 +97,8 @@ def _is_few_documents(sample: Mapping[str, Any]) -> bool:
 
 
 def _is_of_short_rows_at_32(sample: Mapping[str, Any]) -> bool:
-    return sample.get("feature") == "head_dim" and (sample.get("head_dim"), sample.get("length")) == (
-        32,
-        1024,
-    )
+    where = [sample.get(key) for key in ("feature", "head_dim", "length")]
+    return where == ["head_dim", 32, 1024]
 
 
 # Likewise, but some of what was measured has become faster: those figures stay, and the report says which.
