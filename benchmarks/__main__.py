@@ -5,7 +5,7 @@ from functools import partial
 from reproduce.command_line import Program, run, start
 from reproduce.experiment import ATTENTIONS, Experiment
 
-_Benchmark = partial(Experiment, claims=(), package="benchmarks")
+_Benchmark = partial(Experiment, package="benchmarks")
 BENCHMARKS: dict[str, Experiment] = {
     each.name: each
     for each in (

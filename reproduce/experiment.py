@@ -25,6 +25,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from .claims import CLAIMS
 from .common import ReproduceError
 
 if TYPE_CHECKING:
@@ -94,7 +95,6 @@ class Experiment:
     Attributes:
         name: its name on the command line.
         title: one line for the list and the report.
-        claims: the claims it tests, as numbered in `claims.py`.
         needs: "cpu" if a CPU gives meaningful figures, "cuda" if only its --tiny form runs without a GPU.
         minutes: about what it takes on one GPU in all its processes.
         measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
@@ -112,7 +112,6 @@ class Experiment:
 
     name: str
     title: str
-    claims: tuple[str, ...]
     minutes: float
     measures: tuple[str, ...]
     needs: str = "cuda"
@@ -124,6 +123,11 @@ class Experiment:
     compiles: tuple[Sample, ...] = ()
     first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     wants: str = ""
+
+    @property
+    def claims(self) -> list[str]:
+        """The claims that `claims.py` says it measures."""
+        return [name for name, claim in CLAIMS.items() if claim.experiment == self.name]
 
     @property
     def path(self) -> str:
@@ -166,7 +170,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="attention",
             title="time and peak memory of attention against length, every backend",
-            claims=("C7", "C8", "C9", "C17", "C20", "C24", "C30", "C32"),
             needs="cpu",
             minutes=20.0,
             measures=(*ATTENTIONS, "kernels.history.stored_p.FORWARD", "kernels.history.stored_p.BACKWARD"),
@@ -177,7 +180,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="traffic",
             title="FLOPs and memory traffic, standard against flash, and the tile size",
-            claims=("C3", "C6", "C29", "C31"),
             needs="cpu",
             minutes=2.0,
             measures=ATTENTIONS,
@@ -187,7 +189,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="numerics",
             title="errors against float64, with outliers",
-            claims=("C1", "C2", "C26"),
             needs="cpu",
             minutes=2.0,
             measures=ATTENTIONS,
@@ -197,7 +198,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="sparse",
             title="block-sparse attention against the share of blocks",
-            claims=("C5", "C10"),
             needs="cpu",
             minutes=3.0,
             measures=ATTENTIONS,
@@ -207,7 +207,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="history",
             title="the algorithms that led to flash: softmax passes, loop order, tiles, backward",
-            claims=("C4", "C18", "C19", "C21", "C22", "C25", "C27", "C28"),
             needs="cpu",
             minutes=9.0,
             measures=ATTENTIONS,
@@ -220,7 +219,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="training",
             title="tokens/s and memory of GPT-2 training, attention swapped alone and the whole stack",
-            claims=("C11", "C13", "C23"),
             minutes=55.0,
             measures=_STEP,
             seconds={"memory": 4.2, "speed": 49.0},
@@ -230,7 +228,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="encoders",
             title="BERT-large's step, and long-range tasks: ListOps at equal accuracy, Path-X's length",
-            claims=("C15", "C16"),
             minutes=23.0,
             measures=_STEP,
             seconds={"bert": 35.0, "listops": 22.0, "path": 20.0, "accuracy": 110.0},
@@ -238,7 +235,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="ring",
             title="attention of one sequence on several GPUs: time and bytes against length",
-            claims=("C33",),
             minutes=5.0,
             measures=_RING,
             gpus=2,
@@ -248,7 +244,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             name="perplexity",
             title="loss curves of every backend, and of longer contexts at equal tokens",
-            claims=("C12", "C14"),
             minutes=130.0,
             measures=_RUN,
             alone=True,

@@ -390,7 +390,7 @@ def test_an_empty_report_says_not_measured_everywhere(tmp_path, capsys):
     assert list(CLAIMS) == [f"C{number}" for number in range(1, 34)]
     for name, claim in CLAIMS.items():
         assert f"### {name}\n\n{claim.statement}" in text
-        assert EXPERIMENTS[claim.experiment].claims.count(name) == 1
+        assert name in EXPERIMENTS[claim.experiment].claims
     statuses = re.findall(r"\| (reproduced|not reproduced|not comparable|not measured) \|", text)
     assert set(statuses) == {"not measured"}
 
