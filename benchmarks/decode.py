@@ -107,7 +107,6 @@ def prompts(batch: int, options: Options) -> Tensor:
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     for batch in options.settings.batches:
         options.sample(partial(check, batch, options), kind="check", batch=batch)
         options.timed(partial(time_all, batch, options), kind="time", batch=batch)

@@ -207,7 +207,6 @@ def _fa4_itself(inputs: Inputs, number: int) -> Tensor:
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     for workload in workloads(options.settings):
         attends = contenders()
         if workload.length not in options.settings.flex_lengths:

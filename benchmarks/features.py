@@ -101,7 +101,6 @@ def _causal(feature: str, full: bool) -> tuple[bool, ...]:
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     for workload in workloads(options.settings):
         attends = contenders(workload.feature)
         where = {key: getattr(workload, key) for key in ("feature", "head_dim", "causal")}

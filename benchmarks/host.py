@@ -72,7 +72,6 @@ class Nothing(torch.autograd.Function):
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     found: dict[str, Attend] = {NOTHING: Nothing.apply}
     for name in options.settings.backends:
         sample = options.sample(partial(_check, name, options), kind="tier", backend=name)

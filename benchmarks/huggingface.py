@@ -93,7 +93,6 @@ def batch_of(padded: bool, options: Options) -> dict[str, Tensor]:
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     for name in options.settings.models:
         for padded in (False, True):
             key = {"model": name, "padded": padded}

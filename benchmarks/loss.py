@@ -121,7 +121,6 @@ def exact(inputs: Inputs, vocab_size: int, chunk: int = 1024) -> tuple[Tensor, .
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     torch.compiler.reset()  # before every shape: else the second would be compiled for a dynamic number of rows
     losses = contenders(options)
     right = options.right(losses, lambda name: check(name, losses[name], options), "contender")

@@ -54,7 +54,6 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     if options.device.type == "cuda" and torch.cuda.device_count() < 2:
         raise ReproduceError("neighbour needs two GPUs of one host, and there is one")
     settings = options.settings

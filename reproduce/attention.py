@@ -324,7 +324,6 @@ def race(
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     settings, device, dtype = options.settings, options.device, options.dtype
     if device.type == "cpu" and not options.tiny:
         return _count_memory(options, torch.float16)  # bfloat16's size; the interpreter gets bfloat16 wrong

@@ -94,7 +94,6 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     settings = options.settings
     options.timed(partial(time_bert, options), kind="bert", length=settings.bert_length)
     for length in settings.lengths:

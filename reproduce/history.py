@@ -67,7 +67,6 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     if options.device.type == "cpu":
         _count(options)
     if options.device.type == "cuda" or options.tiny:

@@ -53,7 +53,6 @@ TINY = Settings(
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     settings, device = options.settings, options.device
     names = [each for each in backend_names(settings.backends) if each not in settings.compiled]
     wide = [(n, d) for n in settings.outlier_lengths for d in settings.outlier_head_dims]

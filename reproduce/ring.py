@@ -83,7 +83,6 @@ def predict(shape: Shape, ranks: int, element: int, flops: float, link: float) -
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     settings, device = options.settings, options.device
     available = torch.cuda.device_count()
     if device.type == "cuda" and max(settings.ranks) > available:

@@ -73,7 +73,6 @@ def butterfly_mask(length: int) -> torch.Tensor:
 
 
 def run(options: Options) -> None:
-    """Run the experiment; see `experiment.py`."""
     settings, device = options.settings, options.device
     for backend in backend_names(settings.backends):
         if backend == STANDARD:
