@@ -55,11 +55,8 @@ def _judge_speed(results: Results, found: Verdicts) -> None:
             why = f"{_versus_eager(sample)}; the paper has no head_dim 256, so it does not count; {over(sample)}"
             found.add("C7", what, NOT_STATED, faster.shown(), None, why)
     if speedups := _speedups(results, figure="fa1"):
-        slower = [
-            f"{s['length']} {s['mask']}"
-            for s, faster in speedups
-            if _versus_eager(s) == SLOWER or (faster.alone and faster.median < 1)
-        ]
+        behind = [s for s, x in speedups if _versus_eager(s) == SLOWER or (x.alone and x.median < 1)]
+        slower = [f"{s['length']} {s['mask']}" for s in behind]
         what = "lengths where ours is slower than standard attention"
         lacks = without_cut([sample for sample, _ in speedups])
         why = f"over {len(speedups)} workloads; against {FASTEST}{lacks}"

@@ -48,9 +48,8 @@ OPERATIONS: dict[str, Callable[[list[int]], int]] = {
 CLOSE, FIRST, FILL, VOCABULARY = 14, 15, 16, 17
 MOST_ARGUMENTS, DEEPEST = 10, 10
 NEEDED = ("bert", "lengths")
-EQUAL = (
-    0.02  # the most by which equal accuracies are apart, noise added; the paper's differ by 0.010 and 0.016
-)
+# The most by which equal accuracies are apart, noise added; the paper's differ by 0.010 and 0.016.
+EQUAL = 0.02
 
 
 @dataclass(frozen=True)
@@ -283,9 +282,8 @@ def draw(results: Results, path: Path, claim: str = "") -> bool:
         percent = {n: {seed: 100 * share for seed, share in each.items()} for n, each in rights.items()}
         panel = plots.lines("ListOps after training", percent, across="seed", up="% of answers right")
         panels.append(plots.of("C16", panel))
-    return plots.draw(
-        path, f"Attention that looks both ways, {results['device']}", panels, columns=2, claim=claim
-    )
+    title = f"Attention that looks both ways, {results['device']}"
+    return plots.draw(path, title, panels, columns=2, claim=claim)
 
 
 def judge(results: Results) -> list[Verdict]:
@@ -332,11 +330,8 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
         seeds = sorted(right[BASELINE].keys() | right[name].keys())
         lacking = {who: [seed for seed in seeds if seed not in right[who]] for who in (BASELINE, name)}
         if len(seeds) < 2 or any(lacking.values()):
-            lacks = " and ".join(
-                f"{who} lacks seed {', '.join(map(str, missing))}"
-                for who, missing in lacking.items()
-                if missing
-            )
+            missing = {who: ", ".join(map(str, its)) for who, its in lacking.items() if its}
+            lacks = " and ".join(f"{who} lacks seed {its}" for who, its in missing.items())
             each = "; ".join(f"{who} {_by_seed(right[who])}" for who in (BASELINE, name))
             why = f"{lacks or 'fewer than two seeds'}; it is judged by pairs of equal seeds, two at least: {each}"
             found.append(Verdict("C16", what, theirs, why=why))
@@ -347,10 +342,8 @@ def _judge_accuracy(results: Results, found: Verdicts) -> None:
         ours, standard = (statistics.mean(right[each].values()) for each in (name, BASELINE))
         guesses = {each["seed"]: each["most_frequent"] / each["of"] for each in samples}
         guessed = statistics.mean(guesses.values())
-        learned = [
-            sum(share > guesses[seed] + EQUAL for seed, share in right[each].items())
-            for each in (BASELINE, name)
-        ]
+        shares = (right[each].items() for each in (BASELINE, name))
+        learned = [sum(share > guesses[seed] + EQUAL for seed, share in each) for each in shares]
         passed: bool | None = apart + noise <= EQUAL
         why = (
             f"{100 * apart:.1f} points apart, give or take {100 * noise:.1f} (95 %, pairs of {len(seeds)} seeds), "

@@ -371,9 +371,8 @@ class Verdicts(list[Verdict]):
 
         theirs: shows the paper's figure, if not in that form.
         """
-        median, shown = (
-            (ours.median, ours.shown(form)) if isinstance(ours, tuple) else (ours, form.format(ours))
-        )
+        several = isinstance(ours, tuple)
+        median, shown = (ours.median, ours.shown(form)) if several else (ours, form.format(ours))
         paper, ratio = theirs or form.format(expected), median / expected
         self.add(claim, what, paper, shown, passed, why, ratio=ratio, basis=basis)
 

@@ -33,9 +33,8 @@ def _formula(sample: Sample) -> int:
 
 def draw(results: Results, path: Path, claim: str = "") -> bool:
     """Softmax accesses, FlashAttention's tiles, products of the backward, loop order; a panel for each measured."""
-    return plots.draw(
-        path, f"The algorithms that led to flash, {results['device']}", _panels(results), claim=claim
-    )
+    title = f"The algorithms that led to flash, {results['device']}"
+    return plots.draw(path, title, _panels(results), claim=claim)
 
 
 def _panels(results: Results) -> Iterator[plots.Panel]:
@@ -129,9 +128,8 @@ def _unraced(results: Results, head_dim: int) -> str:
     """Which kernel of flash1 ran with the first of its tiles, since another of them failed; "" if none."""
     races = (sample for sample in results["samples"] if sample["kind"] == "flash1 tiles")
     kernels = [each["kernel"] for each in races if each["head_dim"] == head_dim and "ms" not in each]
-    return (
-        f"flash1's {' and '.join(kernels)} not with its fastest tile: one broke their race" if kernels else ""
-    )
+    names = " and ".join(kernels)
+    return f"flash1's {names} not with its fastest tile: one broke their race" if names else ""
 
 
 def _span(gains: Times) -> str:
@@ -160,12 +158,9 @@ def _tiles(results: Results, head_dim: int) -> str:
     said = ""
     for sample in results["samples"]:
         if (sample["kind"], sample.get("head_dim")) == ("flash1 tiles", head_dim):
-            fastest = (
-                f"the fastest of {len(sample['ms'])} tiles"
-                if "ms" in sample
-                else "its first tile: another failed"
-            )
-            said += f"{sample['kernel']} at {fastest}, "
+            tiles = len(sample.get("ms", ()))
+            tile = f"the fastest of {tiles} tiles" if tiles else "its first tile: another failed"
+            said += f"{sample['kernel']} at {tile}, "
     return said
 
 
@@ -206,9 +201,8 @@ def _judge_backward(results: Results, found: Verdicts) -> None:
         passed = [round(each, 2) for each in products] == [5, 7] and right
         found.add("C22", what, "5 and 7", "{:.3g} and {:.3g}".format(*products), passed, why, basis=COUNTED)
     for sample, ratio in gains(results, "two_pass", "flash1", "backward", kind="passes"):
-        what = (
-            f"time of the backward in two passes over one, head_dim {sample['head_dim']}, one tile for both"
-        )
+        head_dim = sample["head_dim"]
+        what = f"time of the backward in two passes over one, head_dim {head_dim}, one tile for both"
         why = "fewer products take less time, not in proportion"
         found.add("C22", what, BY_PRODUCTS, ratio.shown(), None, why)
     order = gains(results, "two_pass", "flash1", "backward", kind="order", causal=False)

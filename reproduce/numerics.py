@@ -168,9 +168,8 @@ def draw(results: Results, path: Path, claim: str = "") -> bool:
     worst = {(dtype, name): max(each.values()) for (name, dtype), each in _worst(results).items()}
     ordered = sorted(((*key, ratio) for key, ratio in worst.items()), reverse=True)
     ratios = {f"{name} {dtype}": {"": ratio} for dtype, name, ratio in ordered if name != "naive"}
-    panels = [
-        plots.of("C2", plots.bars("RMSE with outliers, float16", rmse, across="root mean square error"))
-    ]
+    panel = plots.bars("RMSE with outliers, float16", rmse, across="root mean square error")
+    panels = [plots.of("C2", panel)]
     if ratios:
         across = "over naive's (2 at most: exact)"
         panels.append(plots.of("C1", plots.bars("Largest error, worst tensor", ratios, across=across)))
@@ -214,10 +213,8 @@ def _judge_fp8(results: Results, found: Verdicts) -> None:
     for form in ("block and incoherent", "incoherent", "block"):
         if {form, "per tensor"} <= rmse.keys():
             gain, expected = (x["per tensor"] / x[form] for x in (rmse, theirs))
-            shown = [
-                f"{x['per tensor'] / x[form]:.1f}x ({x['per tensor']:.1e} / {x[form]:.1e})"
-                for x in (theirs, rmse)
-            ]
+            both = ((x["per tensor"], x[form]) for x in (theirs, rmse))
+            shown = [f"{tensor / own:.1f}x ({tensor:.1e} / {own:.1e})" for tensor, own in both]
             what = f"RMSE with outliers in FP8, one scale a tensor over {form}"
             why = "within 25 %: the paper does not state its shape; rounded to e4m3 and back, without an FP8 kernel"
             passed, basis = abs(gain / expected - 1) <= 0.25, f"emulated on {results['device']}"

@@ -52,17 +52,14 @@ class Pair(NamedTuple):
 
 def of_perplexity(results: Results) -> list[Trained]:
     """Its whole runs of GPT-2 small by naive and flash; the control with half the micro-batch is no pair's."""
-    found = [
-        run for name, run in runs(results, "gpt2").items() if name.split("_")[-1] in (NAIVE, FLASH, "seed")
-    ]
     where = results["device"]
     return [
         Trained(
             f"perplexity on {where}", where, run["steps"], run["batch_tokens"], run["init_seed"], run["attention"],
             dict(map(tuple, run["validation"])),
         )
-        for run in found
-        if "partial" not in run
+        for name, run in runs(results, "gpt2").items()
+        if name.split("_")[-1] in (NAIVE, FLASH, "seed") and "partial" not in run
     ]  # fmt: skip
 
 

@@ -54,9 +54,8 @@ def _standard(function: Callable[..., torch.Tensor], inputs: Inputs, number: int
 def standard_cut() -> Attend:
     """Standard attention that reads its mask where it hides something alone, which takes knowing what it looks like:
     the padding from the shortest sequence's end on; a causal mask as `cut_causal` does."""
-    shortest: list[
-        int
-    ] = []  # all inputs of a workload have the same lengths, and reading them waits for the device
+    # All inputs of a workload have the same lengths, and reading them waits for the device.
+    shortest: list[int] = []
 
     def attend(inputs: Inputs, number: int) -> torch.Tensor:
         (q, k, v), bias = inputs.qkv, inputs.bias()

@@ -74,15 +74,14 @@ def _judge_runs(results: Results, found: Verdicts) -> None:
         apart, ours, theirs = gap(compared[name], base), final_loss(compared[name]), final_loss(base)
         each = zip(apart, control, seeds, strict=True)
         passed = all(ours <= CONTROL_FACTOR * control and ours < seed for ours, control, seed in each)
-        what = (
-            f"validation curve of {NAMES[name]} against naive, {base['parameters'] / 1e6:.0f} M parameters, "
-        )
+        sizes = f"{base['parameters'] / 1e6:.0f} M parameters, {tokens:.0f} M tokens"
+        what = f"validation curve of {NAMES[name]} against naive, {sizes}"
         shown = (
             f"{math.exp(ours):.2f} and {math.exp(theirs):.2f} perplexity: {apart[0]:.4f} nats "
             f"{'lower' if ours < theirs else 'higher'} at the end, {apart[1]:.4f} apart over the second half"
         )
         why = bound + ("" if passed else _whose_rounding(results, name))
-        found.add("C12", f"{what}{tokens:.0f} M tokens", COINCIDE, shown, passed, why)
+        found.add("C12", what, COINCIDE, shown, passed, why)
 
 
 def device_gaps(one: Results, other: Results) -> dict[str, float]:

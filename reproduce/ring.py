@@ -171,13 +171,8 @@ def draw(results: Results, path: Path, claim: str = "") -> bool:
         title = f"{ranks} ranks"
         panels += [plots.of("C33", plots.lines(title, times, up="ms, forward and backward", log="y"))]
         panels += [plots.of("C33", plots.lines(title, sent, up="GB sent, all ranks", log="y"))]
-    return plots.draw(
-        path,
-        f"Attention of one sequence on several GPUs, {results['device']}",
-        panels,
-        columns=2,
-        claim=claim,
-    )
+    title = f"Attention of one sequence on several GPUs, {results['device']}"
+    return plots.draw(path, title, panels, columns=2, claim=claim)
 
 
 def judge(results: Results) -> list[Verdict]:

@@ -37,10 +37,8 @@ def table(results: Results) -> str:
 
 
 def _named(sample: Sample) -> str:
-    where = [
-        v for k, v in sample.items() if k not in ("refused", "failed") and isinstance(v, str | int) and v
-    ]
-    return ", ".join(str(value) for value in where if value is not True)
+    where = (value for key, value in sample.items() if key not in ("refused", "failed"))
+    return ", ".join(str(v) for v in where if isinstance(v, str | int) and v and v is not True)
 
 
 def _why_missing(sample: Sample) -> str | None:
