@@ -83,19 +83,16 @@ def changed_since(document: Results) -> list[str]:
 
 def faster_since(document: Results) -> list[str]:
     """What of a document has become faster since; see `older_code.py`."""
-    outrun = _outrun(document)
-    return list(dict.fromkeys(each.words for sample in document["samples"] for each in outrun(sample)))
+    return list(dict.fromkeys(each.words for _, found in _outrun(document) for each in found))
 
 
 def without_outrun(document: Results) -> Results:
     """The document without what has become faster since: it is not to be joined with what is measured now."""
-    outrun = _outrun(document)
-    stay = [sample for sample in document["samples"] if not outrun(sample)]
-    return document if len(stay) == len(document["samples"]) else {**document, "samples": stay}
+    return {**document, "samples": [sample for sample, found in _outrun(document) if not found]}
 
 
-def _outrun(document: Results) -> Callable[[Sample], list[Outrun]]:
-    """What of a sample has become faster since its code, the document's or that of the commit it names."""
+def _outrun(document: Results) -> Iterator[tuple[Sample, list[Outrun]]]:
+    """Each sample, and what of it has become faster since its code, the document's or that of the commit it names."""
 
     def known(recorded: dict[str, str]) -> list[Outrun]:
         found = (each for hash_, its in FASTER_SINCE.items() if hash_ in recorded.values() for each in its)
@@ -103,11 +100,9 @@ def _outrun(document: Results) -> Callable[[Sample], list[Outrun]]:
 
     of_document = known(document.get("depends", {}))
     of_commit = {commit: known(recorded) for commit, recorded in document.get("again", {}).items()}
-
-    def of(sample: Sample) -> list[Outrun]:
-        return [each for each in of_commit.get(sample.get("again"), of_document) if each.holds(sample)]
-
-    return of
+    for sample in document["samples"]:
+        known_here = of_commit.get(sample.get("again"), of_document)
+        yield sample, [each for each in known_here if each.holds(sample)]
 
 
 class Store:
