@@ -89,7 +89,7 @@ def compile_all(plan: list[Step], devices: list[torch.device], call: Call, end: 
     number, began = each * len(devices), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
-            fleet.Job(f"compiling {n}", _compile, (steps, call, n, number), Path(folder, f"{n}.log"))
+            fleet.Job(f"compiling {n}", compile_share, (steps, call, n, number), Path(folder, f"{n}.log"))
             for n in range(number)
         ]
         list(fleet.run(jobs, devices * each, end))
@@ -97,7 +97,8 @@ def compile_all(plan: list[Step], devices: list[torch.device], call: Call, end: 
 
 
 def compile_share(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
-    """Measure one in `of` of the samples by which what is missing is compiled, and keep nothing."""
+    """A job: measure one in `of` of the samples by which what is missing is compiled, and keep nothing."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the processes are many enough
     for step in steps:
         store = call.store(step.experiment, step.settings, device)
         sample = _compiling(store, missing(store, step.selected), share, of)
@@ -145,9 +146,3 @@ def _measure(device: torch.device, step: Step, call: Call) -> None:
         measure([device], step, call)
     except OutOfTime:
         sys.exit(f"{step.name}: out of time")  # so that the experiment's next process does not start
-
-
-def _compile(device: torch.device, steps: list[Step], call: Call, share: int, of: int) -> None:
-    """`compile_share` as a job."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the processes are many enough
-    compile_share(device, steps, call, share, of)

@@ -103,6 +103,7 @@ def test_what_is_cut_at_the_end_of_its_time_is_continued(tmp_path, capsys):
 
 def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tmp_path, monkeypatch):
     taken = []
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # it sets another, for its process alone
     monkeypatch.setattr(
         history, "_checked", lambda name, workload, **rest: taken.append((name, workload.causal))
     )
@@ -134,6 +135,7 @@ def test_compiling_takes_once_what_the_missing_samples_need_and_keeps_nothing(tm
 
 def test_a_part_that_is_there_compiles_nothing(tmp_path, monkeypatch):
     taken = []
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     monkeypatch.setattr(history, "_checked", lambda name, *_, **__: taken.append(name))
     settings = parse_settings(history.TINY, ["lengths=64,32", "heads=", "row_lengths=", "tile_keys="])
     part = replace(settings, lengths=(32,))

@@ -90,7 +90,7 @@ def main() -> int:
             jobs = [
                 fleet.Job(
                     f"compiling {n}",
-                    parallel_runs._compile,
+                    parallel_runs.compile_share,
                     (plan[:1], call, n, given.compilers),
                     Path(folder, f"c{n}"),
                 )
