@@ -82,11 +82,6 @@ class Verdict:
     why: str = ""
     basis: str = ""
 
-    @property
-    def by_count(self) -> bool:
-        """Whether it was counted of what a kernel does or allocates, as it is written: nothing was measured."""
-        return "counted" in self.basis
-
 
 @dataclass(frozen=True)
 class Experiment:

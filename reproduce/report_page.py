@@ -102,7 +102,9 @@ class Judged:
         measured: dict[str, str] = {}
         counted: dict[str, str] = {}
         for each in sorted(had, key=lambda each: WORST_FIRST.index(each.status), reverse=True):
-            (counted if each.by_count else measured)[each.what] = each.status  # the worst is the last
+            # Counted of what a kernel does or allocates, as it is written, so that nothing was measured; or not.
+            found = counted if "counted" in each.basis else measured
+            found[each.what] = each.status  # the worst is the last
         statuses = Counter(measured.values())
         if missing := {each.what for each in verdicts} - {each.what for each in had}:
             statuses[NOT_MEASURED] = len(missing)
