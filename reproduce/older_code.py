@@ -53,19 +53,12 @@ def _is_of_short_rows(sample: Mapping[str, Any]) -> bool:
     return head_dim == 256 and length == 128 and heads >= 1024
 
 
-def _is_padded(sample: Mapping[str, Any]) -> bool:
-    masked = "padding" in str(sample.get("mask")) or sample.get("feature") == "kv_lengths"
-    return masked and "flash" in sample.get("ms", ()) and sample.get("head_dim", 0) <= 128
-
-
-def _has_two_loops(sample: Mapping[str, Any]) -> bool:
-    """Those whose keys are all real have a loop of their own in the backward."""
-    long = sample.get("head_dim", 0) <= 64 and sample.get("length", 0) >= 1024
-    return _is_padded(sample) and long and "dropout" not in str(sample.get("mask"))
-
-
 def _has_one_loop_again(sample: Mapping[str, Any]) -> bool:
-    return _is_padded(sample) and not _has_two_loops(sample)
+    """Padded, but not long at 64 without dropout: there keys that are all real keep a loop of their own."""
+    mask, head_dim = str(sample.get("mask")), sample.get("head_dim", 0)
+    padded = "padding" in mask or sample.get("feature") == "kv_lengths"
+    two_loops = head_dim <= 64 and sample.get("length", 0) >= 1024 and "dropout" not in mask
+    return padded and "flash" in sample.get("ms", ()) and head_dim <= 128 and not two_loops
 
 
 def _is_of_eager_steps(sample: Mapping[str, Any]) -> bool:
@@ -133,12 +126,6 @@ _faster_since(
     "the backward took up to 1.12, at 256 up to 1.35 of the time that it takes now",
     _is_of_short_rows,
 )
-_faster_since(
-    "adfbb52be6",
-    "key padding at head_dim 64 without dropout, 1024 tokens and more: the backward took up to 1.02 of the time "
-    "that it takes now",
-    _has_two_loops,
-)
 # Of code whose backward had two loops wherever keys were padded: `consume` of 90096cf8, 1307f4b8, 1991c4ef.
 _faster_since(
     "ead0e3ca45 9de491f4d4 abb5515974",
@@ -153,7 +140,7 @@ _faster_since(
     _is_of_eager_steps,
 )
 # `specify` before windows, documents, key padding and dropout had out by TMA. Full padding at 128 had it.
-BEFORE_TMA = "1435df3209 24fac23141 2d2c0f0bf4 3ad113a17f 5cbe58ad4c 6a7122fb85 97b2742e5c"
+BEFORE_TMA = "1435df3209 24fac23141 3ad113a17f 5cbe58ad4c 6a7122fb85"
 _faster_since(
     BEFORE_TMA,
     "windows and documents at head_dim 64, dropout at 128: the forward took 0.99 to 1.02, with dropout 1.02 to 1.14 "
