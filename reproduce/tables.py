@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from training.config import flatten
+
 from .common import text_table
 from .experiment import Results, Sample, Verdict
 
@@ -64,15 +66,9 @@ def _contenders(sample: Sample) -> list[Sample]:
     return rows
 
 
-def flat(sample: Sample, above: str = "") -> dict[str, Any]:
+def flat(sample: Sample) -> dict[str, Any]:
     """The numbers and words of a sample, those of entries inside named "entry.inner"; without lists."""
-    found: dict[str, Any] = {}
-    for key, value in sample.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{above}{key}.")
-        elif value is not None and not isinstance(value, list):
-            found[f"{above}{key}"] = value
-    return found
+    return {k: v for k, v in flatten(sample).items() if v is not None and not isinstance(v, list)}
 
 
 def _of_kind(kind: str, rows: list[dict[str, Any]]) -> str:
