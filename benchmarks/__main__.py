@@ -88,7 +88,6 @@ PROGRAM = Program("benchmarks", BENCHMARKS, TOOLS)
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line and return the exit status."""
     return run(PROGRAM, argv)
 
 

@@ -13,7 +13,6 @@ PROGRAM = Program("reproduce", EXPERIMENTS, TOOLS)
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line and return the exit status."""
     return run(PROGRAM, argv)
 
 

@@ -168,10 +168,8 @@ def _measure(program: Program, arguments: argparse.Namespace) -> int:
     late = end is not None and time.monotonic() >= began + RESERVED * arguments.budget
     late |= len(plan) == 1 and bool(cut)  # which says so itself
     for name in [each for each in unfinished if each not in statuses]:
-        experiment, settings = program.experiments[name], unfinished[name].settings
-        store = call.store(experiment, settings, device, retry=[])
-        left = missing(store, settings)
-        whole = not left if experiment.seconds else name not in cut
+        store = call.store(program.experiments[name], unfinished[name].settings, device, retry=[])
+        whole = not missing(store, store.settings) if store.experiment.seconds else name not in cut
         statuses[name] = _conclude(store, whole, late)
         if store.document["samples"] and (whole or len(chosen) == 1):
             _show(store)
