@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reproduce.experiment import Sample
-from reproduce.timing import FASTER, Times, fastest, took, versus, waited
+from reproduce.experiment import Results, Sample
+from reproduce.peers import OURS
+from reproduce.timing import FASTER, Times, fastest, timed, took, versus, waited
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
 
@@ -36,6 +37,13 @@ class Aim:
     @property
     def status(self) -> str:
         return {True: MET, False: MISSED, None: NO_AIM}[self.met]
+
+
+def judged(results: Results) -> list[Sample]:
+    """The timings of a GPU that have ours, where the device did not wait for the host in it."""
+    if results["device"].startswith("CPU"):
+        return []
+    return [each for each in timed(results, kind="time") if OURS in each["ms"] and not waited(each, OURS)]
 
 
 def shown(times: Times, limit: float, form: str = "{:.2f}x") -> str:

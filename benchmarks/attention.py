@@ -7,9 +7,8 @@ import itertools
 from kernels import history
 from reproduce.experiment import Results, Sample
 from reproduce.peers import APPROXIMATE, MASK_NAMES, OURS, STORED_P
-from reproduce.timing import timed, waited
 
-from .aims import Aim, over_fastest
+from .aims import Aim, judged, over_fastest
 from .features import REPEATABLE
 
 NO_LIBRARY = (OURS, "naive", *history.NAMES, STORED_P, *APPROXIMATE)
@@ -29,9 +28,7 @@ def aims(results: Results) -> list[Aim]:
     An aim for each point, as an earlier run's is dropped by its name; those met are counted by figure.
     """
     found: list[Aim] = []
-    for sample in timed(results, kind="time"):
-        if OURS not in sample["ms"] or waited(sample, OURS) or results["device"].startswith("CPU"):
-            continue
+    for sample in judged(results):
         shape = " x ".join(str(sample[key]) for key in ("batch", "heads", "length", "head_dim"))
         mask, figure = MASK_NAMES[sample["mask"]], FIGURES[sample["figure"]]
         others = libraries(sample)

@@ -31,7 +31,7 @@ from reproduce.experiment import Options, Results, Sample, Timing
 from reproduce.peers import DETERMINISTIC, OURS, PORTABLE
 from reproduce.timing import gain, timed, waited
 
-from .aims import Aim, over_fastest, shown
+from .aims import Aim, judged, over_fastest, shown
 from .feature_contenders import (
     BEYOND,
     FA4,
@@ -201,9 +201,7 @@ def aims(results: Results) -> list[Aim]:
     What no library has is shown against ours without it.
     """
     found = []
-    for sample in timed(results, kind="time"):
-        if OURS not in sample["ms"] or waited(sample, OURS) or results["device"].startswith("CPU"):
-            continue
+    for sample in judged(results):
         shape = " x ".join(str(sample[key]) for key in ("batch", "heads", "length", "head_dim"))
         where = f"{shape}, {NAMES[sample['feature']]} ({'causal' if sample['causal'] else 'full'})"
         if sample["feature"] == PRECISE:

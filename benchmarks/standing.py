@@ -16,10 +16,10 @@ from typing import NamedTuple
 from reproduce import plots
 from reproduce.experiment import Results, Sample
 from reproduce.peers import MASK_NAMES, OURS
-from reproduce.timing import timed, took, waited
+from reproduce.timing import took
 
 from . import attention, documents, features
-from .aims import rival
+from .aims import judged, rival
 
 # By experiment: the libraries that ours is held to at a point.
 LIBRARIES: dict[str, Callable[[Sample], list[str]]] = {
@@ -55,9 +55,7 @@ def cells(measured: Iterable[Results]) -> Cells:
     """What the documents of one GPU have; of two of an experiment, the first's where both have a point."""
     found: Cells = {}
     for document in (each for each in measured if each["experiment"] in LIBRARIES):
-        for sample in timed(document, kind="time"):
-            if OURS not in sample["ms"] or waited(sample, OURS):
-                continue
+        for sample in judged(document):
             place, names = _place(sample), LIBRARIES[document["experiment"]](sample)
             for phase in PASSES:
                 if best := rival(sample, OURS, names, phase):
