@@ -31,6 +31,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,10 @@ def data_parallel(work: Work, gpus: int) -> float:
     return work.seconds + max(last, exchange - work.backward)
 
 
-def fsdp(work: Work, gpus: int, again: float = 0.0) -> float:
+def fsdp(work: Work, gpus: int, again: bool = False) -> float:
     """Seconds of a step with shard=full: parameters in bf16 gathered for each pass, gradients reduced in float32.
 
-    again: seconds of what the backward computes again, behind which nothing travels.
+    again: with parallel.recompute=block, whose backward begins with the forward, behind which nothing travels.
     """
     groups = work.blocks / work.at_once
     ends = work.parameters - work.in_blocks  # embeddings, in float32
@@ -123,17 +124,13 @@ def fsdp(work: Work, gpus: int, again: float = 0.0) -> float:
     forward = backward * (1 - BACKWARD) / BACKWARD
     waits = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
     open_ends = collective(4 * ends, gpus) * 2 + gather + reduce  # before the first group, after the last
-    device = work.seconds + again + work.micro_steps * (groups * waits + open_ends)
+    computing = work.seconds + (work.seconds * (1 - BACKWARD) if again else 0.0)
+    device = computing + work.micro_steps * (groups * waits + open_ends)
     return max(device, work.micro_steps * BLOCK_HOST * (work.blocks + groups) / 2)
 
 
-def fsdp_again(work: Work, gpus: int) -> float:
-    """With parallel.recompute=block, whose backward begins with the forward."""
-    return fsdp(work, gpus, work.seconds * (1 - BACKWARD))
-
-
 LAYOUTS: dict[str, Callable[[Work, int], float]] = {"whole": data_parallel, "full": fsdp}
-COMPARED = LAYOUTS | {"whole, CUDA graphs": data_parallel, "full, blocks again": fsdp_again}
+COMPARED = LAYOUTS | {"whole, CUDA graphs": data_parallel, "full, blocks again": partial(fsdp, again=True)}
 
 
 def work(model: str, tokens: int, mfu: float, fill: int | None = None) -> Work:
