@@ -74,16 +74,12 @@ def __dir__() -> list[str]:
 
 def register() -> None:
     """Register the flash kernels with PyTorch, to run under scaled_dot_product_attention (see `flash.under_sdpa`)."""
-    from .flash.under_sdpa import register as announce
-
-    announce()
+    import_module(".flash.under_sdpa", __name__).register()
 
 
 def register_sharding() -> None:
     """Let the flash kernels take DTensors sharded by batch or by heads (see `flash.sharding`)."""
-    from .flash.sharding import register as announce
-
-    announce()
+    import_module(".flash.sharding", __name__).register()
 
 
 def register_transformers() -> None:
@@ -97,9 +93,7 @@ def register_transformers() -> None:
             import_module("transformers.modeling_utils")
         finally:
             sys.modules.update(ours)
-    from .under_transformers import register as announce
-
-    announce()
+    import_module(".under_transformers", __name__).register()
 
 
 __all__ = [

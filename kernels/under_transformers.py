@@ -8,8 +8,8 @@ is an interval of keys for each query, never a tensor of q_len * kv_len: causal,
 into a row (position_ids that begin again), padding (a document of its own), and a cache, dynamic or static. Grouped
 heads, softcap, sinks and dropout go to the kernels as they are. What a model asks beyond that is refused in one line.
 
-With both a cache and padding there is no gradient. The outputs of padded queries have no meaning, as in transformers'
-own attentions.
+With both a cache and padding there is no gradient. The outputs of padded queries have no meaning, as with
+flash_attention_2: a model that pools them, as SigLIP does if it gets an attention_mask, differs from eager.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,13 @@ class Mask(NamedTuple):
 def register() -> None:
     """Register the kernels with transformers as attn_implementation="tilegpt"."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask_of)
+    AttentionMaskInterface.register(NAME, _made_once)
+    Mask.ndim = 4  # type: ignore[attr-defined]  # what transformers asks of a mask that it is given
+
+
+def _made_once(**asked: Any) -> Mask | Tensor:
+    """`mask_of`, unless generate has made the mask, for a static cache: the model then asks again, and gives it."""
+    return given if isinstance(given := asked.get("attention_mask"), Mask) else mask_of(**asked)
 
 
 def attention(

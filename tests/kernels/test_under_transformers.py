@@ -116,7 +116,7 @@ def test_outputs_and_gradients_are_those_of_eager(name: str) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", ["gpt2", "gpt_oss", "deepseek_v3", "wide values"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "gpt_oss", "deepseek_v3", "wide values"])
 def test_a_padded_batch_generates_as_with_eager(name: str, cache: str | None) -> None:
     """Past the window, token by token."""
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
@@ -125,6 +125,13 @@ def test_a_padded_batch_generates_as_with_eager(name: str, cache: str | None) ->
         for model in pair(name)
     )
     assert len(theirs[0].unique()) > 5
+    assert torch.equal(ours, theirs)
+
+
+def test_a_static_cache_of_the_prompt_alone_generates_as_with_eager() -> None:
+    """Its keys are the queries' own, so the mask is a Mask, which generate makes and the model asks for again."""
+    options = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    theirs, ours = (model.generate(TOKENS, **options) for model in pair("llama"))
     assert torch.equal(ours, theirs)
 
 
