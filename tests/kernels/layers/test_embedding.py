@@ -128,6 +128,17 @@ def test_an_unsupported_dtype_or_device_is_refused(monkeypatch):
         embedding(tokens.cpu(), table.cpu())
 
 
+def test_a_meta_tensor_needs_no_device(monkeypatch):
+    """As for the other layers, forward and backward, without the interpreter too."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    check_device.cache_clear()
+    table = torch.empty(8, 16, device="meta", requires_grad=True)
+    out = embedding(torch.empty(2, 3, dtype=torch.int64, device="meta"), table)
+    out.sum().backward()
+    assert out.shape == (2, 3, 16)
+    assert table.grad.shape == (8, 16)
+
+
 def at_size(dtype):
     """16 x 1,024 tokens of GPT-2's, one of them as often as the commonest is in text."""
     generator = torch.Generator("cuda").manual_seed(0)
