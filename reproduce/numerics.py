@@ -23,7 +23,7 @@ from .experiment import Options, Results, Sample, Verdict, Verdicts, pick
 from .peers import BASELINE, MASK_NAMES, OURS
 
 TENSORS = ("out", "dq", "dk", "dv")
-PORTABLE = "; by the portable kernels: these calls have too few tiles for the Hopper ones"
+PORTABLE = "; by the portable kernels, which `auto` gave these small calls"
 
 
 @dataclass(frozen=True)

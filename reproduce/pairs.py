@@ -154,7 +154,7 @@ def by_card(trained: list[Trained]) -> dict[str, list[Trained]]:
 
 
 def judge(trained: list[Trained]) -> list[Verdict]:
-    """C12 by the mean over all pairs; the rule was set before the runs of pairs.json, which its number includes."""
+    """C12 by the mean over all pairs; the rule was set before the last four of seven, which its number includes."""
     found, mean = matched(trained), of_pairs(trained)
     verdicts = Verdicts(", ".join(sorted({pair.naive.device for pair in found})))
     if mean is None:

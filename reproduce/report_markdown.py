@@ -36,7 +36,12 @@ def as_markdown(page: Page, directory: Path) -> str:
     lines += [f"**Of the papers' {len(page.claims)} claims:**", ""]
     lines += [f"- **{len(names)} {state}**: {', '.join(names)}" for state, names in counted(page)]
     if lost := missed(page):
-        lines += ["", "Not reproduced, by the least flattering figure:", "", *(f"- {each}" for each in lost)]
+        lines += [
+            "",
+            "Not reproduced, by the figure that is furthest from the paper's:",
+            "",
+            *(f"- {each}" for each in lost),
+        ]
     lines += ["", "## How to read this", "", *(f"- {line}" for line in (*HOW_TO_READ, *WHERE)), ""]
     lines += ["## The claims", ""]
     rows = []

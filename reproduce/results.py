@@ -11,7 +11,7 @@ Only `.ci/gpu/merge.py` joins documents: of several processes or slices, and wit
     commit        of the code that ran; "A to B": joined, A the first and B the last
     depends       name -> hash of what the figures depend on; survives moves, renames and comments (`depends.py`)
     again         commit -> its `depends`, for the points that --over laid over older ones
-    settings      the experiment's Settings; those in its SELECTION add up over runs
+    settings      the experiment's Settings, of the last run; --over adds those in its SELECTION up
     seconds, took       of all its runs; kind -> [samples, seconds to measure them], without those that --over added
     samples       a line each: `kind` and what else says which point it is, then what was measured there. In any:
       process           which of settings.processes measured it; without it, once is enough

@@ -67,12 +67,13 @@ def _over_standard(sample: Sample) -> str:
     """What a ratio over standard attention is over."""
     name, _ = fastest(sample, EAGER)
     lacks = "" if CUT in sample["ms"] else f" ({CUT} was not)"
-    return f"over {name}, the fastest form of standard attention timed here{lacks}{_after(sample, name)}"
+    return f"over {name}, the fastest form of standard attention timed here{lacks}{after(sample, name)}"
 
 
-def _after(sample: Sample, name: str) -> str:
-    """What is said of a contender that did not fit beside the others, else ""."""
-    return ", after the others, as it does not fit beside them" * (name in sample["alone"])
+def after(sample: Sample, *names: str) -> str:
+    """What a ratio says of those that did not fit beside the others, else ""."""
+    found = " and ".join(name for name in names if name in sample["alone"])
+    return f" ({found}: after the others, alone, for want of memory)" * bool(found)
 
 
 def _why_alone(results: Results, sample: Sample, forms: tuple[str, ...] = EAGER) -> str:
@@ -148,6 +149,7 @@ def _judge_stack(results: Results, model: str, found: Verdicts) -> None:
                 what, theirs = f"{stack} over {over}", f"{expected:.1f}x"
                 how = f"the paper's dropout is 0.1; in {sample['dtype']}"
                 why = f"at least the paper's {theirs}, which is of the whole stack too; both eager, {how}"
+                why += after(sample, name, HF_EAGER)
                 if unsteady := _unsteady(sample, name):
                     why += f"; {unsteady}"
                 shown, passed = gain.shown(), gain.low >= round(expected, 1)
@@ -164,6 +166,7 @@ def _judge_today(results: Results, found: Verdicts) -> None:
             rows = "50,304" if name.endswith(PADDED) else "50,257"
             over = f"Hugging Face, both compiled, {attention} attention, {rows} rows of vocabulary"
             why = f"{_versus(ours, theirs)}; the paper's is over the eager model of 2022, so today's do not count"
+            why += after(sample, "flash" + FUSED, name)
             what = f"gpt2_small, whole stack: ours over {over}"
             found.add("C11", what, NOT_STATED, gain.shown(), None, why)
 
@@ -175,7 +178,8 @@ def _judge_replayed(results: Results, found: Verdicts) -> None:
             what = f"{sample['model']}, whole stack as CUDA graphs: ours, our kernels for the other layers (eager)"
             what += " over Hugging Face, PyTorch's attention, dropout 0, tokens/s"
             why = "the paper's is over eager attention, which transformers cannot record: it copies from the host"
-            found.add("C11", what, NOT_STATED, gain.shown(), None, f"{why}; in {sample['dtype']}")
+            why += f"; in {sample['dtype']}{after(sample, 'flash' + FUSED, HF_SDPA)}"
+            found.add("C11", what, NOT_STATED, gain.shown(), None, why)
 
 
 def _judge_alone(results: Results, found: Verdicts) -> None:
@@ -193,7 +197,7 @@ def _judge_alone(results: Results, found: Verdicts) -> None:
         if gain := _ratio(rate(sample, "flash"), fastest_rate(sample, over)):
             name = "PyTorch's SDPA" if over == ("sdpa",) else "the fastest standard attention"
             what = f"gpt2_small, attention alone: flash over {name}, {sample['mode']}, tokens/s"
-            why = "what a user of PyTorch gains today"
+            why = f"what a user of PyTorch gains today{after(sample, 'flash', 'sdpa')}"
             if over == EAGER:
                 why = (
                     f"{_over_standard(sample)}; the paper never swaps attention alone; its own Figure 2 allows about "
@@ -275,10 +279,9 @@ def _judge_fa2(results: Results, found: Verdicts) -> None:
                         f"; of the forms that compute what is masked, {_why_alone(results, sample, MASKED)}"
                     )
                 elif fastest(sample, EAGER)[0] == CUT:
-                    over = _ratio(ours, rate(sample, other[0])).shown()
-                    why += (
-                        f"; over {other[0]}, which computes what is masked, {over}{_after(sample, other[0])}"
-                    )
+                    over_it = _ratio(ours, rate(sample, other[0])).shown()
+                    why += f"; over {other[0]}, which computes what is masked, {over_it}"
+                    why += after(sample, other[0])
             what = f"GPT3-1.3B, context {context}: flash over standard attention, {mode}"
             theirs = f"{expected:.2f}x ({with_flash} over {without} TFLOP/s)"
             found.add("C23", what, theirs, shown, passed, why, ratio=ratio)

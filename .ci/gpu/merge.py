@@ -167,13 +167,16 @@ def over(whole: Document, documents: list[Document], commit: str) -> Document:
         f"  {len([at for at in anew if had[at]])} points again, {len([at for at in again if not had[at]])} more"
     )
     last = newest(documents)
+    samples += [its[number] for its in again.values() for number in sorted(its)]
+    named = {each.get("again") for each in samples}
+    commits = {**whole.get("again", {}), commit: last["depends"]}
     return {
         **whole,
         "settings": settings,
         "date": last["date"],
-        "again": {**whole.get("again", {}), commit: last["depends"]},
+        "again": {each: depends for each, depends in commits.items() if each in named},
         "seconds": round(whole["seconds"] + sum(each["seconds"] for each in documents), 1),
-        "samples": samples + [its[number] for its in again.values() for number in sorted(its)],
+        "samples": samples,
     }
 
 

@@ -288,7 +288,7 @@ def _read(path: Path, load: Callable[[TextIO], Any], kind: type = dict) -> Any:
         if not isinstance(found, kind):
             raise ValueError("it has no named values")
     except (ValueError, yaml.YAMLError) as error:  # also what is not UTF-8
-        raise ReproduceError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        raise ReproduceError(f"{path} cannot be read: {(str(error).splitlines() or [''])[0]}") from None
     return found
 
 

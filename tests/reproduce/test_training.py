@@ -404,6 +404,25 @@ def test_who_does_not_fit_beside_the_others_is_timed_after_them(monkeypatch):
         training._speed_of_all(options, None, ["compiled"], {})
 
 
+def test_what_fails_alone_does_not_lose_the_others_times(monkeypatch):
+    """But a broken device does, as no later sample could be trusted."""
+    errors = {"standard": "CUDA graphs cannot be recorded", "naive": "CUDA error: an illegal access"}
+
+    def fragile(options, group, names, built):
+        if names[1:] and names[0] in errors:
+            raise torch.OutOfMemoryError
+        if names[0] in errors:
+            raise RuntimeError(errors[names[0]])
+        return {"ms": {name: {} for name in names}, "late": {}, "clocks": {}}
+
+    monkeypatch.setattr(training, "_speed", fragile)
+    options = training.Options(torch.device("cpu"), True, training.TINY, sample=None)
+    found = training._speed_of_all(options, None, ["standard", "flash"], {})
+    assert found == {"ms": {"flash": {}}, "late": {}, "clocks": {}}
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        training._speed_of_all(options, None, ["naive", "flash"], {})
+
+
 def test_a_ratio_over_what_was_timed_after_the_others_says_so():
     rates = {"naive": 150e3, CUT: 200e3, "flash": 300e3}
     where = {"mode": "compiled", "model": "gpt3_1.3b", "context": 8192}
@@ -415,12 +434,12 @@ def test_a_ratio_over_what_was_timed_after_the_others_says_so():
         )
         return found.why
 
-    after = ", after the others, as it does not fit beside them"
+    after = " (naive: after the others, alone, for want of memory)"
     assert why(rates).endswith("; over naive, which computes what is masked, 2.00x")
     assert why(rates, alone={"naive": {}}).endswith(
         f"; over naive, which computes what is masked, 2.00x{after}"
     )
-    assert f"timed here{after}" in why(rates, alone={CUT: {}})
+    assert f"timed here ({CUT}: after" in why(rates, alone={CUT: {}})
     del rates["naive"]
     of_naive = {**speed("gpt3", {}, **where), "kind": "memory", "contender": "naive", "peak_bytes": 134 << 30}
     of_naive = {key: value for key, value in of_naive.items() if key not in ("part", "ms")}
