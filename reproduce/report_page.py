@@ -175,12 +175,9 @@ def first_rows(page: Page) -> list[list[str]]:
 def _older(page: Page, subject: str, figure: Figure) -> str:
     """What is said of a figure of a document, by its device, whose code has changed, or has become faster."""
     of, basis = page.claims[figure.verdict.claim].claim.experiment, figure.verdict.basis
-    documents = [each for each in page.documents if each["experiment"] == of and each["device"] in basis]
-    older = any(
-        changed_since(each) or (subject == "speed" and faster_since(each))
-        for each in documents
-        if each["state"] != EARLIER
-    )
+    newest = [each for each in page.documents if each["experiment"] == of and each["state"] != EARLIER]
+    own = [each for each in newest if each["device"] in basis]
+    older = any(changed_since(each) or (subject == "speed" and faster_since(each)) for each in own)
     return ", by older code" * older
 
 

@@ -271,9 +271,9 @@ def _logit_error(contender: Contender, group: Group) -> float:
 def _speed_of_all(options: Options, group: Group, names: list[str], built: dict[str, Contender]) -> Sample:
     """`_speed`, without the first of them while they do not fit together: recorded CUDA graphs keep their memory.
 
-    Those are timed after the others, alone; "alone" has the clocks meanwhile.
+    Those are timed after the others; "alone" names them.
     """
-    together, alone = list(names), {}
+    together = list(names)
     while True:
         try:
             sample = _speed(options, group, together, built)
@@ -283,21 +283,27 @@ def _speed_of_all(options: Options, group: Group, names: list[str], built: dict[
                 raise
         options.say(f"  {together.pop(0)} does not fit beside the others, and is timed after them")
         _discard(options, built)
-    for name in names[: -len(together)]:
+    _add_alone(options, group, names[: -len(together)], built, sample)
+    return sample
+
+
+def _add_alone(
+    options: Options, group: Group, names: list[str], built: dict[str, Contender], sample: Sample
+) -> None:
+    """Add the times of each of `names` alone to a sample, and as "alone" the clocks meanwhile."""
+    for name in names:
         _discard(options, built)
         try:
             own = _speed(options, group, [name], built)
-        except (
-            RuntimeError
-        ) as error:  # too little memory, as once of four times at 134 of 140 GiB, or a graph's
+        # Too little memory, as once of four times at 134 of 140 GiB; or a graph's error. The others' times stay.
+        except RuntimeError as error:
             if "CUDA error" in str(error):
                 raise
             options.say(f"  {name} was not timed alone: {type(error).__name__}")
             continue
         sample["ms"] |= own["ms"]
         sample["late"] |= own["late"]
-        alone[name] = own["clocks"]
-    return {**sample, "alone": alone} if alone else sample
+        sample.setdefault("alone", {})[name] = own["clocks"]
 
 
 def _speed(options: Options, group: Group, names: list[str], built: dict[str, Contender]) -> Sample:
