@@ -200,9 +200,9 @@ def _judge_alone(results: Results, found: Verdicts) -> None:
             why = f"what a user of PyTorch gains today{after(sample, 'flash', 'sdpa')}"
             if over == EAGER:
                 why = (
-                    f"{_over_standard(sample)}; the paper never swaps attention alone; its own Figure 2 allows about "
-                    "1.2x to 1.4x of a step. Compiled, standard attention is fused as far as torch.compile does, as "
-                    "Megatron-LM's softmax was"
+                    f"{_over_standard(sample)}{after(sample, 'flash')}; the paper never swaps attention alone; its "
+                    "own Figure 2 allows about 1.2x to 1.4x of a step. Compiled, standard attention is fused as far "
+                    "as torch.compile does, as Megatron-LM's softmax was"
                 )
             found.add("C11", what, theirs, gain.shown(), None, why)
     if found:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels import ATTENTION
 from reproduce import (
@@ -23,7 +24,7 @@ from reproduce import (
 from reproduce.__main__ import main
 from reproduce.claims import CLAIMS
 from reproduce.common import markdown_table
-from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_STATED, Verdict
+from reproduce.experiment import EXPERIMENTS, NOT_COMPARABLE, NOT_STATED, Options, Verdict
 from reproduce.report_html import MARKS, as_html
 from reproduce.report_notes import host_load, of_points
 from reproduce.report_page import COLUMNS, Figure, Judged, Page, counted, first_rows, missed, summary
@@ -791,6 +792,21 @@ def test_unreadable_hardware_counters_are_reported_with_the_reason():
     ]
     (verdict,) = traffic.judge({"device": GPU, "samples": samples})
     assert (verdict.status, verdict.why) == ("not measured", "ncu is not installed")
+
+
+@pytest.mark.parametrize("told", [{}, {"command": "ncu attention"}])
+def test_the_command_for_counters_is_said_where_it_is_known(told):
+    """A part of the experiment, as on a lent machine, leaves the counters to another, and knows none."""
+    said = []
+
+    def elsewhere(measure, **where):
+        return {**where, "refused": "in another part", **told}
+
+    options = Options(torch.device("cpu"), True, traffic.TINY, elsewhere, say=said.append)
+    traffic._time(options)
+    assert [line for line in said if "ncu attention" in line] == [
+        f"  hardware counters: in another part; where they can be read:\n  {each}" for each in told.values()
+    ]
 
 
 def page_of(**statuses: list[tuple[str, str, bool]]) -> Page:
