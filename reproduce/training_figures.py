@@ -111,7 +111,9 @@ def draw(results: Results, path: Path, claim: str = "") -> bool:
 
 def _panels(results: Results) -> Iterator[plots.Panel]:
     for sample in timed(results, kind="speed"):
-        rows = {name: {part: took(sample, name, part).median for part in PHASES} for name in sample["ms"]}
+        # what was timed alone, after the others, is the first of them in the plan
+        names = sorted(sample["ms"], key=lambda name: name not in sample["alone"])
+        rows = {name: {part: took(sample, name, part).median for part in PHASES} for name in names}
         ends = {}
         for name in rows:
             peak = _peak_gib(results, sample, name)

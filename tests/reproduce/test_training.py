@@ -1,6 +1,7 @@
 """The training experiment: its tiny form to the end, which contenders are timed, and the verdicts."""
 
 import json
+import re
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -444,6 +445,15 @@ def test_a_ratio_over_what_was_timed_after_the_others_says_so():
     of_naive = {**speed("gpt3", {}, **where), "kind": "memory", "contender": "naive", "peak_bytes": 134 << 30}
     of_naive = {key: value for key, value in of_naive.items() if key not in ("part", "ms")}
     assert why(rates, of_naive).endswith("is masked, naive takes 134 GiB, and was not timed with ours")
+
+
+def test_the_picture_shows_what_was_timed_after_the_others_where_the_plan_has_it(tmp_path):
+    rates = {"sdpa": 280e3, "flash": 300e3, CUT: 200e3}
+    results = {"device": "GPU", "samples": in_three(speed("gpt3", rates, alone={CUT: {}}))}
+    picture = tmp_path / "training.svg"
+    assert training_figures.draw(results, picture, claim="C23")
+    names = [found for found in re.findall(r">([^<]+)</text>", picture.read_text()) if found in rates]
+    assert names == [CUT, "sdpa", "flash"]
 
 
 def test_memory_is_measured_alone_where_it_does_not_fit_beside_the_others(monkeypatch):
