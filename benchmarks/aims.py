@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reproduce.experiment import Results, Sample
 from reproduce.peers import OURS
-from reproduce.timing import FASTER, Times, fastest, timed, took, versus, waited
+from reproduce.timing import Times, fastest, timed, took, waited
 
 MET, MISSED, NO_AIM = "met", "missed", "no aim"
 
@@ -57,16 +57,19 @@ def shown(times: Times, limit: float, form: str = "{:.2f}x") -> str:
     return times.shown(finer)
 
 
-def held(ours: Times, theirs: Times) -> tuple[bool, bool]:
-    """Whether theirs is not faster, as `timing.versus` has it, and then whether the two are level: our median is
-    behind, but the ranges overlap. Of one process, which has no range, the figure decides."""
-    behind = (ours / theirs).median > 1
-    lost = versus(theirs, ours) == FASTER or bool(behind and (ours / theirs).alone)
-    return not lost, behind and not lost
+def held(over: Times) -> tuple[bool, bool]:
+    """Of our time over another's: whether the other is not ahead, and then whether the two are level.
+
+    The other is ahead if ours takes longer in every process. Ranges of the times themselves would hide that, since
+    they hold the card's clock too, which the contenders of a process share. Level: our median is behind, yet not
+    every process.
+    """
+    met = over.low <= 1
+    return met, met and over.median > 1
 
 
 class Rival(NamedTuple):
-    """The library that ours is held to, its times, whether it is faster than ours, else whether the two are level."""
+    """The library that ours is held to, its times, whether it is ahead of ours, else whether the two are level."""
 
     name: str
     times: Times
@@ -75,15 +78,15 @@ class Rival(NamedTuple):
 
 
 def rival(sample: Sample, ours: str, others: Iterable[str], phase: str) -> Rival | None:
-    """The fastest of the others for which the device did not wait; of those that are faster, as `timing.versus` has
-    it, where there are any. None if none was timed."""
+    """The fastest of the others for which the device did not wait; of those that are ahead (`held`), if any are.
+    None if none was timed."""
     times = took(sample, ours, phase)
     found = tuple(name for name in others if name in sample["ms"] and not waited(sample, name))
-    faster = tuple(name for name in found if versus(took(sample, name, phase), times) == FASTER)
-    best = fastest(sample, faster or found, phase)
+    ahead = tuple(name for name in found if not held(times / took(sample, name, phase))[0])
+    best = fastest(sample, ahead or found, phase)
     if best is None:
         return None
-    met, level = held(times, best[1])
+    met, level = held(times / best[1])
     return Rival(*best, faster=not met, level=level)
 
 
@@ -91,7 +94,7 @@ def over_fastest(
     where: str, sample: Sample, ours: str, others: Iterable[str], which: str = "other", phase: str = "both",
     among: str = "",
 ) -> list[Aim]:  # fmt: skip
-    """Our time over its `rival`'s among the others, if there is one. Missed where that is faster; see `held`."""
+    """Our time over its `rival`'s among the others, if there is one. Missed where that is ahead; see `held`."""
     others = [name for name in others if name in sample["ms"]]
     late = [name for name in others if waited(sample, name)]
     best = rival(sample, ours, others, phase)

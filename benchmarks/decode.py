@@ -173,7 +173,7 @@ def aims(results: Results) -> list[Aim]:
     for sample in timed(results, kind="time"):
         if OURS in sample["ms"] and (peer := fastest(sample, PEERS, TOKEN)):
             ours, what = took(sample, OURS, TOKEN), f"a token of {sample['batch']} sequences"
-            text = f"{shown(ours / peer[1], 1)} the time of {peer[0]}"
-            met, level = held(ours, peer[1])
+            met, level = held(over := ours / peer[1])
+            text = f"{shown(over, 1)} the time of {peer[0]}"
             found.append(Aim(what, text, "1.00x", met, level=level))
     return found

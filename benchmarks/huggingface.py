@@ -161,7 +161,7 @@ def aims(results: Results) -> list[Aim]:
     for sample in timed(results, kind="time"):
         if {OURS, "sdpa"} <= sample["ms"].keys():
             ours, theirs = took(sample, OURS, STEP), took(sample, "sdpa", STEP)
-            ratio, (met, level) = ours / theirs, held(ours, theirs)
+            met, level = held(ratio := ours / theirs)
             what, text = f"transformers' {_title(sample)}, a step", f"{shown(ratio, 1)} sdpa's time"
             found.append(Aim(what, text, "1.00x", met, level=level))
     return found

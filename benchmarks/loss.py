@@ -208,7 +208,7 @@ def aims(results: Results) -> list[Aim]:
         ratios = {name: took(sample, name) / took(sample, OURS) for name in sample["ms"]}
         if ratio := ratios.get(COMPILED):
             what = f"{where}: torch.compile's time over ours"
-            met, level = held(took(sample, OURS), took(sample, COMPILED))
+            met, level = held(took(sample, OURS) / took(sample, COMPILED))
             found.append(Aim(what, shown(ratio, 1), "1x at least", met, level=level))
         if ratio := ratios.get(LIGER):
             why = "it predicts the vocabulary's padding too, so it is no like for like"

@@ -2,7 +2,7 @@
 
 Forward and backward apart, as one can be ahead where the other is behind. The upper maps are attention without a
 feature, at every length, and the first paper's padding and dropout; the lower ones are features, windows and
-documents. Blue is ahead. Framed is what is behind: another library is faster there, by the rule of `aims.rival`.
+documents. Blue is ahead. Framed is what is behind: ours takes longer there in every process (`aims.held`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def draw(measured: Iterable[Results], device: str, path: Path) -> None:
     kinds = sorted({place.feature for place, _ in found})
     if not kinds:
         return
-    title = f"{TITLE}, {device}; framed: it is faster"
+    title = f"{TITLE}, {device}; framed: ours takes longer"
     with plots.picture(path, len(PASSES) * len(kinds), columns=len(PASSES), title=title) as axes:
         most = max(len({place.row for place, _ in found if place.feature == kind}) for kind in kinds)
         figure = axes[0].figure

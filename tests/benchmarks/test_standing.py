@@ -38,7 +38,7 @@ def test_a_cell_is_our_time_over_the_fastest_librarys_and_behind_where_that_is_f
     assert found[place, "backward"] == (1.0, False)
 
 
-def test_where_the_ranges_between_processes_overlap_ours_is_not_behind():
+def test_where_ours_takes_no_longer_in_a_process_it_is_not_behind():
     samples = sample(PLAIN, flash=(1.0, 1.1, 1.1), fa4=(1.0, 1.0, 1.05))
     ((place, cell), _) = standing.cells([document("attention", *samples)]).items()
     assert cell == (pytest.approx(1.1 / 1.05), False), place
