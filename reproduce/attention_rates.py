@@ -1,5 +1,7 @@
 """The attention experiment held to FlashAttention-3's figures: C24."""
 
+import statistics
+
 from . import paper
 from .attention_figures import is_hopper, tflops
 from .experiment import Results, Verdicts, pick
@@ -51,11 +53,16 @@ def _judge_peak(results: Results, found: Verdicts) -> None:
         f"75 % at least; {phase}, head_dim {sample['head_dim']}{causal}, {sample['length']} tokens, the best of "
         f"{len(reached)}; of {paper.H100_PEAK} TFLOP/s, which is at {paper.H100_MHZ} MHz, where FA3's H100 was locked"
     )
-    clocks = [each.get("clocks", {}).get("sm_mhz") for each in pick(results, kind="time")]
-    if highest := max((clock[-1] for clock in clocks if clock), default=0):
-        own = share.median * paper.H100_MHZ / highest
-        why += f"; of what ours could do at its highest clock, {highest:.0f} MHz, it is {own:.0%}"
-    found.times("C24", "most of the peak in 16 bits", 0.75, share, passed, why, form="{:.0%}")
+    what = "most of the peak in 16 bits"
+    found.times("C24", what, 0.75, share, passed, why, form="{:.0%}")
+    where = {key: sample[key] for key in ("figure", "batch", "heads", "length", "head_dim", "causal")}
+    races = sorted(pick(results, kind="time", **where), key=lambda race: race["process"])
+    clocks = [statistics.median(race["clocks"]["sm_mhz"]) for race in races if race.get("clocks")]
+    if len(clocks) == len(share):
+        own = Times(each * paper.H100_MHZ / clock for each, clock in zip(share, clocks, strict=True))
+        passed = round(own.low, 2) >= 0.75 if is_hopper(results) else None
+        why = f"75 % at least; the same point, whose race ran at {min(clocks):.0f} MHz or more, as ours is not locked"
+        found.times("C24", f"{what}, of the peak at its own clock", 0.75, own, passed, why, form="{:.0%}")
 
 
 def _judge_over_flash2(results: Results, found: Verdicts, phase: str, figure: dict) -> None:

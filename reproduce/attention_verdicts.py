@@ -184,7 +184,7 @@ def _judge_approximate(results: Results, found: Verdicts) -> None:
         first, second = paper.LINFORMER_OVERTAKES
         why = f"from {first} or {second} tokens on; a faster exact attention moves it to longer rows; {how}"
         found.add("C9", what, f"between {first} and {second} tokens", ours, first <= overtakes <= second, why)
-        why = f"of those up to {longest}; there must be one beyond, as {name}'s time alone is linear in the length"
+        why = f"of those up to {longest}"
         what = f"a length from which on {name} is faster"
         found.add("C9", what, "there is one", ours, overtakes > 0, why)
 

@@ -9,12 +9,14 @@ from .attention_figures import peaks, rates
 from .contenders import FUSED, NANOGPT, NANOGPT_BIASES
 from .experiment import Results
 from .perplexity_figures import draw_clock, draw_gaps, draw_tokens, runs
+from .standard import CUT
 from .timing import timed
 from .training_figures import find, rate
 
 # In drawing order: ours is last, so that it lies on top.
 ATTENTIONS = {
     "standard": "standard",
+    CUT: "standard, cut to its mask",
     "sdpa_flash": "PyTorch, FlashAttention-2",
     "sdpa_cudnn": "PyTorch, cuDNN",
     "fa4": "FlashAttention-4",
@@ -89,7 +91,9 @@ def _draw_lines(axis: plots.Axes, series: dict[str, dict[int, float]], below: st
         if points:
             line = zip(*sorted(points.items()), strict=True)
             wide = {"linewidth": 5, "markersize": 9} if name == below else {}
-            axis.plot(*line, "o-", color=plots.colour(name), label=ATTENTIONS[name], **wide)
+            of, plus, variant = name.partition("+")
+            style = plots.LINES[variant] if plus else "o-"
+            axis.plot(*line, style, color=plots.colour(of), label=ATTENTIONS[name], **wide)
     plots.length_axis(axis, sorted({length for points in series.values() for length in points}))
     plots.legend(axis, loc="upper left", reverse=True)
 

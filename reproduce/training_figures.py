@@ -73,7 +73,7 @@ def _over_standard(sample: Sample) -> str:
 def after(sample: Sample, *names: str) -> str:
     """What a ratio says of those that did not fit beside the others, else ""."""
     found = " and ".join(name for name in names if name in sample["alone"])
-    return f" ({found}: after the others, alone, for want of memory)" * bool(found)
+    return f" ({found}: timed alone, after the others, as it fits beside none)" * bool(found)
 
 
 def _why_alone(results: Results, sample: Sample, forms: tuple[str, ...] = EAGER) -> str:

@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
+VARIABLES = ("OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "TRITON_INTERPRET")  # they affect speed, memory
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -28,9 +30,7 @@ def environment(device: torch.device) -> dict[str, object]:
         "cpu_count": os.cpu_count,
         "cpu_threads": torch.get_num_threads,
         "commit": _commit,
-        # Environment variables that affect how fast it ran.
-        "OMP_WAIT_POLICY": lambda: os.environ.get("OMP_WAIT_POLICY"),
-        "TRITON_INTERPRET": lambda: os.environ.get("TRITON_INTERPRET"),
+        **{name: partial(os.environ.get, name) for name in VARIABLES},
     }
     if device.type == "cuda":
         facts |= {

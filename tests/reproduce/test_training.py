@@ -435,12 +435,12 @@ def test_a_ratio_over_what_was_timed_after_the_others_says_so():
         )
         return found.why
 
-    after = " (naive: after the others, alone, for want of memory)"
+    after = " (naive: timed alone, after the others, as it fits beside none)"
     assert why(rates).endswith("; over naive, which computes what is masked, 2.00x")
     assert why(rates, alone={"naive": {}}).endswith(
         f"; over naive, which computes what is masked, 2.00x{after}"
     )
-    assert f"timed here ({CUT}: after" in why(rates, alone={CUT: {}})
+    assert f"timed here ({CUT}: timed alone, after" in why(rates, alone={CUT: {}})
     del rates["naive"]
     of_naive = {**speed("gpt3", {}, **where), "kind": "memory", "contender": "naive", "peak_bytes": 134 << 30}
     of_naive = {key: value for key, value in of_naive.items() if key not in ("part", "ms")}
