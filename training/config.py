@@ -205,9 +205,8 @@ class TrainerConfig:
     # torch.compile the model. null: on CUDA only (on a CPU it costs more than a short run gains).
     compile: bool | None = None
     # Record the launches of a micro-step and replay them, so that a slow host does not keep the GPU waiting. null: on
-    # CUDA, for a compiled model, unless it is in parts, blocks are recomputed, or ranks that share sequences do not
-    # gather their keys. true also replays the last of these, if no documents are packed, and on one GPU a model that
-    # is not compiled.
+    # CUDA, for a compiled model, unless it is sharded, blocks are recomputed, or ranks share sequences in a ring.
+    # true also replays a ring, if no documents are packed, and on one GPU a model that is not compiled.
     cuda_graphs: bool | None = None
     # Largest global gradient norm; 0 switches clipping off.
     grad_clip: float = 1.0

@@ -1,4 +1,4 @@
-"""How a run fails: it diverges, or memory is full; where that shows, and what to do."""
+"""Detects that a run diverges, and words the errors for divergence and full memory, with what to do."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ Batch = TypeVar("Batch")
 
 
 class Throughput:
-    """The time of a step and of its phases, without warm-up, evaluation and checkpoints.
+    """Measures the time of a step and of its phases, without warm-up, evaluation and checkpoints.
 
-    `mark` closes a window at a step; `resume` starts the next one, and drops what came since the last mark. A window
-    is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
+    A window: consecutive steps between two synchronised clock reads, so phases need no synchronisation of their own
+    (see Phases). `mark` ends one and starts the next; `resume` starts anew, and drops the steps since the last mark.
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
     `forward_backward`, `blocks` (a sharded model's, in which no rank waits for parts), `attention` (where ranks share
@@ -82,7 +82,7 @@ class Throughput:
         self._phases = Phases(world.device)
 
     def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """`batches`; the time until each is there counts as `data`, and what follows as `forward_backward`."""
+        """Pass batches on: the time until each arrives counts as `data`, what follows as `forward_backward`."""
         self._phases.begin("data")
         for batch in batches:
             self._phases.begin("forward_backward")
@@ -94,7 +94,7 @@ class Throughput:
         self._phases.begin(phase)
 
     def attends(self) -> AbstractContextManager[None]:
-        """What is done within counts as `attention`, if it is part of a step; what follows, as the phase before."""
+        """Context: its time counts as `attention`, if it is part of a step; what follows, as the phase before."""
         return self._phases.within("attention")
 
     def step(self) -> None:
@@ -154,7 +154,7 @@ class Phases:
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """`phase` within another one, which then goes on. Outside any phase, as in an evaluation, nothing counts."""
+        """Context: `phase` inside another, which then goes on. Outside any, as in an evaluation, nothing counts."""
         outer = self._stamps[-1][0] if self._stamps else None
         if outer:
             self.begin(phase)

@@ -47,23 +47,23 @@ _RESOLVED = {
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins; without a checkpoint at step 0."""
+    """Where a run begins: at a checkpoint that it resumes from, or at step 0."""
 
     checkpoint: Path | None = None
     path: str = ""  # as trainer.resume names it
     step: int = 0
     seconds: float = 0.0  # how long it had run by then
     init_from: str | None = None  # where its first weights came from
-    identity: dict[str, Any] = field(default_factory=dict)
-    # What differs from the checkpoint's run: [was, is].
+    identity: dict[str, Any] = field(default_factory=dict)  # `identity` of the checkpoint's run
+    # Settings and facts that differ from the checkpoint's run: name -> [was, is].
     changed: dict[str, list] = field(default_factory=dict)
     history: dict[str, dict[str, list]] = field(default_factory=dict)  # what each resume changed, by its step
     warm_up: str | None = None  # what to say if the schedule warms up once more
 
     def checked(self, config: Config, corpus: Corpus, facts: dict[str, Any], into: Path) -> Start:
-        """This start of a run in `into`, with what has changed. Raises ConfigError if this does not continue that."""
+        """This, with `changed`, `history`, `warm_up`. Raises ConfigError if a run in `into` cannot go on from it."""
         run_dir = self.checkpoint.parent.parent
-        # Where a checkpoint is older than a setting, it was trained with the default.
+        # A checkpoint that is older than a setting was trained with its default.
         older = _tensors(GPTConfig(), OptimizerConfig())
         was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
         before = _settings(run_dir / "config.yaml")
@@ -136,10 +136,10 @@ def start_at(path: str) -> Start:
 def load_state(
     start: Start, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
-    """The checkpoint's weights, moments and gradient scale; learning rates and decays stay this run's."""
+    """Load the checkpoint's weights, moments and gradient scale in place; learning rates, decays stay this run's."""
     state = checkpoint.load_training(start.checkpoint)
     into = parts.tensors(model, optimizer)
-    if "optimizer" not in state:  # it is in parts, even where they are lost
+    if "optimizer" not in state:  # a sharded checkpoint, even where its parts are lost
         checkpoint.load_parts(start.checkpoint, into)
     else:
         named = enumerate(parts.optimized(model, optimizer))
@@ -161,7 +161,7 @@ def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
 
 
 def _tensors(model: GPTConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Its part that decides which tensors a checkpoint has, and their groups: the settings, as one can hold them."""
+    """The part of `identity` that decides which tensors a checkpoint has, and their groups, as plain values."""
     values = {f.name: getattr(model, f.name) for f in dataclasses.fields(GPTConfig)}
     return {
         "model": {name: value.value if isinstance(value, Enum) else value for name, value in values.items()},
