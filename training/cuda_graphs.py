@@ -146,7 +146,7 @@ def recorded(
 
 
 def add_gradients(loss: Tensor, model: nn.Module, graphs: bool = False) -> None:
-    """As loss.backward(), but it adds to existing gradients at the end, to all in a few launches; autograd launches one
+    """As loss.backward(), but it adds to existing gradients at the end, all in a few launches; autograd launches one
     per parameter. So it holds all new ones until then, and runs no post-accumulate-grad hooks.
 
     Without graphs in the calling thread: autograd's own thread waits for Python's lock at each of our operators.
