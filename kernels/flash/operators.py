@@ -1,4 +1,4 @@
-"""The forward and the backward as PyTorch operators, and autograd through them."""
+"""Flash's forward and backward as PyTorch operators, which torch.compile does not look into, and their autograd."""
 
 import torch
 from torch import Size, Tensor
