@@ -61,7 +61,7 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
                 begun = True
                 summary = trainer.run()
         except RuntimeError as error:
-            # Once the Trainer exists, its watch reports which rank has ended; before that, only that rank itself can.
+            # In Trainer.run the watch reports which rank has ended; before that, only that rank's own error does.
             if not begun and is_of_a_collective(error):
                 why = "another rank has ended before the first step: its own line says why."
                 raise ConfigError(why) from error
