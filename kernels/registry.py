@@ -230,7 +230,7 @@ def _able(request: AttentionRequest) -> list[str]:
 
 
 def _refusal(name: str, request: AttentionRequest) -> AttentionError | None:
-    """What cannot be done, why, and the nearest backend that can; None if `name` can serve the request."""
+    """The error for a request that `name` cannot serve, with the reason and the nearest backend that can; or None."""
     if (reason := _reason(name, request)) is None:
         return None
     able, without = _able(request), ""

@@ -272,7 +272,7 @@ class GPT(nn.Module):
         return F.linear(hidden, self.wte.weight)[..., : self.config.vocab_size]
 
     def attention_maps(self, tokens: Tensor) -> Tensor:
-        """What each query of tokens (B, T) looks at: (n_layer, B, n_head, T, T), see model/maps.py."""
+        """The attention weights of tokens (B, T): (n_layer, B, n_head, T, T), see model/maps.py."""
         return attention_maps(self, tokens)
 
     def num_parameters(self, *, position_embeddings: bool = True) -> int:

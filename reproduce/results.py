@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # Packages whose versions a document records, where they are installed.
 PEERS = ("flash-attn-4", "liger-kernel", "transformers")
 VERSION = 3  # of the document's format; a file of another version is skipped
-# What every document has; see Store.
+# Fields that every document must have; see Store.
 FIELDS = ("experiment", "state", "tiny", "device", "command", "commit", "depends", "settings", "environment")
 FIELDS += ("date", "seconds", "samples")
 

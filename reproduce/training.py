@@ -216,7 +216,7 @@ def _build(options: Options, group: Group, name: str) -> Contender:
 
 @functools.cache
 def _pool() -> tuple[int, int]:
-    """Of the graphs of eager contenders: they take turns, so one's memory serves the next."""
+    """The memory pool for CUDA graphs of eager contenders: they take turns, so one's memory serves the next."""
     return torch.cuda.graph_pool_handle()
 
 

@@ -151,7 +151,7 @@ def _schedule(config: Config) -> str:
 
 
 def _parallel(parallel: ParallelConfig, ranks: int, gather_keys: bool, at_once: int | None) -> str:
-    """What each rank holds, exchanges and computes again."""
+    """In words, what each rank holds, exchanges and recomputes; empty where one rank recomputes nothing."""
     holds = {
         Shard.none: "each rank holds all",
         Shard.optimizer: "gradients and optimizer state in parts",
@@ -205,7 +205,7 @@ def _epochs(number: float) -> str:
 
 
 def _best(run_dir: Path, trainer: TrainerConfig, tokens: int) -> Rows:
-    """Where the checkpoint with the lowest validation loss is, if it was kept. tokens: of the whole split."""
+    """The row about the best checkpoint, if one is kept. tokens: of the whole validation split."""
     if not (best := checkpoint.best(run_dir)):
         return []
     ended = "" if trainer.keep_best else ", the best while trainer.keep_best was on"
@@ -215,7 +215,7 @@ def _best(run_dir: Path, trainer: TrainerConfig, tokens: int) -> Rows:
 
 
 def noise(speeds: list[float], on_cpu: bool) -> str:
-    """What to say if other programs affected the speed, else nothing."""
+    """The remark that other programs slowed the run, if its speed varied by more than SPREAD; else empty."""
     slow, fast = speed_range(speeds) or (1, 1)
     if fast <= SPREAD * slow:
         return ""

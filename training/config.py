@@ -53,7 +53,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def cannot_load(error: Exception) -> str:
-    """What to say of an error in importing a torch whose libraries do not fit together; "" for another error."""
+    """The message for an import error of a torch whose libraries do not fit together; "" for any other error."""
     # The loader's errors name a library, then say why; errors about files have an errno.
     if getattr(error, "errno", None) is not None or not re.search(r"\.so[.\d]*(:|\s|$)", str(error)):
         return ""
@@ -376,7 +376,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _either_side(value: int, able: list[int]) -> list[int]:
-    """Of ascending numbers, the last below `value` and the first above it, if there are any."""
+    """The nearest of the ascending numbers `able` below `value` and above it, if there are any."""
     return [*[n for n in able if n < value][-1:], *[n for n in able if n > value][:1]]
 
 

@@ -1,4 +1,4 @@
-"""What to type instead of a mistake on the command line: a line with the nearest name, or with ours for nanoGPT's."""
+"""Error messages for mistakes on the command line: with the nearest name, or with our name for nanoGPT's."""
 
 from __future__ import annotations
 

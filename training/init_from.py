@@ -90,7 +90,7 @@ def with_positions(
 
 
 def _told(theirs: GPTConfig, seq_len: int, how: Positions) -> str:
-    """What became of the positions, for the banner."""
+    """How the table of positions was cut or extended, in words for the banner; empty if it was not."""
     if theirs.seq_len == seq_len:
         return ""
     return f"positions {theirs.seq_len:,} -> {seq_len:,}: {'cut' if seq_len < theirs.seq_len else how.value}"

@@ -1,4 +1,4 @@
-"""What a run measures of itself: tokens per second, where a step's time goes, MFU and peak memory."""
+"""The perf/ metrics: tokens per second, the time of a step and its phases, MFU, peak memory, the slowest rank."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Throughput:
             self._phases.begin("data")
 
     def begins(self, phase: str) -> None:
-        """What follows counts as `phase`, until another begins or the step ends."""
+        """Count the time from now on as `phase`, until another begins or the step ends."""
         self._phases.begin(phase)
 
     def attends(self) -> AbstractContextManager[None]:
@@ -149,7 +149,7 @@ class Phases:
         self._stamps.append((phase, self._now()))
 
     def end(self) -> None:
-        """What follows is not counted."""
+        """Count the time from now on as no phase."""
         self._stamps.append((None, self._now()))
 
     @contextmanager
@@ -237,7 +237,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def _peak_resident_bytes() -> int:
-    """Of this process, since it began or reset_peak_memory ran. Linux's ru_maxrss would count a larger parent's."""
+    """The process's peak, from its start or reset_peak_memory on. Linux's ru_maxrss would count a larger parent's."""
     if sys.platform == "linux":
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

@@ -95,7 +95,7 @@ class Plan:
         return parallel.blocks_at_once or blocks_at_once(self.shape, tokens // self.layout.context_size)
 
     def facts(self) -> dict[str, Any]:
-        """What was resolved, as facts.json has it."""
+        """The content of facts.json: what was resolved, and sizes."""
         return {
             **self.computation.facts(),
             "blocks_at_once": self.blocks_at_once,

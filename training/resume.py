@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, or at a checkpoint that it resumes from, and what has changed since."""
+"""Resuming: the Start of a run, at step 0 or at a checkpoint, and what has changed between the two runs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ FROM_THE_START = Start()
 
 
 def resume_path(config: Config, run_dir: Path) -> str | None:
-    """What to resume from: trainer.resume, and for auto the run directory once it has a checkpoint."""
+    """The path to resume from: trainer.resume; for auto the run directory, once it has a checkpoint; or None."""
     if config.trainer.resume != AUTO:
         return config.trainer.resume
     return str(run_dir) if checkpoint.saved(run_dir) else None
@@ -150,7 +150,7 @@ def load_state(
 
 
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
-    """What must not differ on resume, so that the run continues with the batches it would have seen."""
+    """The settings that must be the same on resume, so that the run goes on with the batches it would have seen."""
     return {
         **_tensors(config.model, config.optimizer),
         "corpus": corpus.fingerprint,
@@ -208,7 +208,7 @@ def _changed(was: dict[str, Any], config: Config, ignoring: tuple[str, ...]) -> 
 
 
 def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:
-    """What to say where this run's schedule would warm up at `step`, though the run so far has done so."""
+    """The remark that this run's schedule warms up at `step`, if the run so far has already done so; or None."""
     if not {"schedule.warmup_fraction", "trainer.steps"} <= was.keys():
         return None
     steps = config.trainer.steps
@@ -223,7 +223,7 @@ def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:
 
 
 def _history(known: dict[str, dict], step: int, changed: dict[str, list]) -> dict[str, dict[str, list]]:
-    """What each resume changed, by its step, this one included. known: the same, of earlier resumes.
+    """Step of each resume -> the settings that it changed, with this resume. known: the same without it.
 
     What an earlier resume changed after `step` counts as changed at `step`, where this run branches off.
     """

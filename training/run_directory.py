@@ -214,7 +214,7 @@ class Recorder:
 
 
 def stopped(plan: Plan, done: int, window_seconds: Iterable[float] = ()) -> str:
-    """What to say of a run that was told to stop: where it is, how to resume it, and what may have made it slow."""
+    """The message for a run that was told to stop: its step, how to resume it, and what may have made it slow."""
     speeds = [plan.config.trainer.batch_tokens / seconds for seconds in window_seconds]
     slowed = noise(speeds, plan.world.device.type == "cpu")
     return _where_it_is(plan, done) + (f"\nits speed {slowed}" if slowed else "")

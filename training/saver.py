@@ -105,7 +105,7 @@ class Saver:
         checkpoint.save(self._run_dir, done, weights, state, self._keep)
 
     def _state(self, seconds: float) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
+        """The entries of training.pt other than the step and the optimizer's state."""
         return {
             "scaler": self._built.scaler.state_dict(),
             "seconds": seconds,

@@ -191,7 +191,7 @@ def _cache_key(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[objec
 def check_supported(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None) -> None:
     """Raise AttentionError for inputs that other backends may take, but not our kernels."""
     batch, heads, _, head_dim = q.shape
-    # Of meta tensors every operator has the shapes: what a GPU would take.
+    # Meta tensors are checked as if on a GPU: operators only compute shapes for them.
     where = (torch.device("cuda"), False) if q.device.type == "meta" else (q.device, INTERPRETED)
     if reason := refuses_inputs(where[0], q.dtype, head_dim, where[1]):
         raise AttentionError(f"attention=flash: {reason}")

@@ -174,7 +174,7 @@ def tier_of(request: AttentionRequest) -> str:
 
 
 def why_portable(request: AttentionRequest) -> str | None:
-    """What the Hopper kernels would need to serve the passes that portable ones serve on a Hopper GPU, or None."""
+    """On a Hopper GPU, what the Hopper kernels would need to serve the passes that portable ones serve; or None."""
     if not is_hopper(request.device):
         return None
     needs = {which: choose(which, request).why for which in ("forward", "backward")}

@@ -237,7 +237,7 @@ def keys_of_queries_kernel(
     if Used is not None:
         number = tl.load(Used + document, mask=begun & (over == 0), other=keys)
         end = start + tl.minimum(tl.maximum(number, 0), end - start).to(tl.int32)
-    # What is in the row.
+    # Only the keys in this row, relative to its first.
     start = tl.minimum(tl.maximum(start - row * kv_len, 0), kv_len)
     end = tl.minimum(tl.maximum(end - row * kv_len, 0), kv_len)
     queries = tl.load(OfQueries + document + 1, mask=over == 0, other=rows * q_len)

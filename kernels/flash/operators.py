@@ -158,8 +158,8 @@ def _empty_gradients(
 
 
 def forward_flops(q: Size, k: Size | None, v: Size | None, *asked: object, out_shape: object = None) -> int:
-    """What FlopCounterMode counts for `flash_forward`, from shapes: two products of whole matrices, as for torch's
-    own attention, which counts the scores that a mask hides like others."""
+    """FLOPs of `flash_forward` for FlopCounterMode, from shapes: two products of whole matrices, as torch counts its
+    own attention, scores that a mask hides included."""
     return 2 * _product_flops(q, k)
 
 

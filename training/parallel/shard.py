@@ -20,7 +20,7 @@ from model.gpt import GPT
 
 from .config import GradientDtype, ParallelConfig, Shard
 
-# Of a group of blocks that are gathered at once. At least these FLOPs in a micro-step: FSDP costs a host 5 ms for a
+# Bounds of a group of blocks gathered at once. At least these FLOPs in a micro-step: FSDP costs a host 5 ms for a
 # group, besides what each block costs (four H200s, torch 2.13; kernels/log/step.md), and an H200 computes them in 12.
 # At most these parameters: they are whole while the next ones are, and at both ends nothing hides their exchange.
 ENOUGH_FLOPS, MOST_PARAMETERS = 6e12, 64_000_000

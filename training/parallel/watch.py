@@ -222,7 +222,7 @@ class Watch:
     def _follow(self, why: str) -> None:
         """End with a rank that has said why it cannot go on, where this one does not by itself."""
         self._ending = True
-        # That rank may be closing wandb: if this one exits, torchrun ends that one before it has said why.
+        # The refusing rank may be closing wandb: if this one exits, torchrun ends that one before it has said why.
         until = time.monotonic() + SILENT
         while self._state != "broken" and time.monotonic() < until:
             if self._done.wait(BEAT):

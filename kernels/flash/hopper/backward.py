@@ -151,7 +151,7 @@ def consume(
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     WIDTH: gl.constexpr = shared.queries.tiles.shape[4]
     BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
-    # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
+    # Key padding begins in at most one block of keys of a head. The others have a loop of their own, in which no
     # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register. In
     # short loops, with dropout, and at width 128 the code of two loops cost more than it saved (LOG.md).
     PADDED: gl.constexpr = sizes.KvLengths is not None and not (CAUSAL or sizes.bounds or sizes.blocks)
