@@ -1,4 +1,4 @@
-"""The run directory: who may train in it, and what a run writes there and prints, at its begin and at its end."""
+"""The run directory: who may train in it, and what a run writes there and prints, at its start and its end."""
 
 from __future__ import annotations
 
