@@ -3,7 +3,7 @@
     name, attention = resolve_attention("auto", device=device, dtype=torch.bfloat16, head_dim=64)
     out = attention(q, k, v, causal=True)
 
-`attention_tier` says which of its kernels run; `why_portable` says why those for Hopper do not.
+`attention_tier` says which of a backend's sets of kernels runs; `why_portable` says why the one for Hopper does not.
 
 See also `kernels.layers`, a model's other layers, and `kernels.ring`, attention over a sequence that several GPUs
 share.

@@ -1,4 +1,4 @@
-"""The optional arguments of an attention, each of which a backend may lack, in one table.
+"""The table of an attention's optional arguments ("features"), each of which a backend may lack.
 
 `registry` reads it to tell what a call uses, `flash.dispatch` to choose kernels, `compile_report` to compile them.
 """

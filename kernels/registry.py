@@ -1,6 +1,6 @@
 """The registry of attention backends: what each supports, and how a run gets the one it asks for.
 
-A backend is a function with the signature of `kernels.naive.naive_attention`, and a function that takes an
+A backend is a function with the signature of `kernels.naive.naive_attention`, and `refuses`, a function that takes an
 `AttentionRequest` and returns why the backend cannot serve it, or None. A run asks nothing else. Other packages name
 a backend only for what not all backends can do: be split into a ring, keep its result, run on any machine.
 """
@@ -21,9 +21,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])  # a decorated function
 # Arguments that every backend supports.
 _COMMON = ("causal", "scale", "dropout_seed")
 
-# `auto` takes the first of these that can serve the request, and a refusal names it as the nearest backend that can.
+# `auto` takes the first of these that can serve the request (but see `_able`), and refusals recommend it.
 PREFERENCE = ("flash", "sdpa", "flex", "naive")
-# Above this head_dim torch's SDPA goes first: at 256 on an H200 the portable kernels take 1.3 to 2.0 times as long.
+# Above this head_dim `auto` prefers torch's SDPA: at 256 on an H200 the portable kernels take 1.3 to 2.0 of its time.
 FLASH_HEAD_DIM = 128
 # But flash goes first where both passes have the Hopper kernels: from HOPPER_HEAD_DIM on (0.79 to 0.94 of SDPA's
 # time) and, causal, up to HOPPER_CAUSAL_HEAD_DIM (0.77 to 0.89 at 160 and 192). Others were not timed since.
@@ -36,17 +36,17 @@ class AttentionError(ValueError):
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What a run needs of its attention.
+    """What a run, or a single call, needs of its attention.
 
     Attributes:
         device, dtype: of q, k and v.
         head_dim: their last dimension.
         features: names of the optional arguments that will be used (keys of `FEATURES`).
         tier: which of a backend's sets of kernels may run; "auto": the fastest that can.
-        length: q_len. Like the following, None if it is not known.
+        length: q_len. Like the following, None if it is not known yet, as before a run.
         kv_len, causal: of the call.
         numbers: (name, value) of the arguments that are numbers, as far as they are known.
-        heads: those of all sequences of the call together.
+        heads: query heads times batch.
     """
 
     device: torch.device
@@ -75,9 +75,9 @@ def _in_words(feature: str) -> str:
 @dataclass(frozen=True)
 class Backend:
     """A registered attention: `load()` returns the function, `refuses(request)` the reason why it cannot serve a
-    request or None; for a backend with several sets of kernels, `tier(request)` the set that serves, and
-    `why(request)` what it would take for a faster one; `breaks(request)` whether torch.compile calls it between
-    graphs."""
+    request or None; for a backend with several sets of kernels, `tier(request)` names the set that serves, and
+    `why(request)` says what a faster one would need; `breaks(request)` whether the function causes a graph break
+    under torch.compile."""
 
     load: Callable[[], AttentionFn]
     refuses: Callable[[AttentionRequest], str | None]
@@ -108,8 +108,8 @@ def register_attention(
         tier: for a backend with several sets of kernels: takes a request that is not refused, returns the name of the
             set that serves it. The attention function then has an argument `tier`.
         why: likewise, returns what `why_portable` says.
-        breaks: takes a request; returns whether torch.compile cannot see through the function, and so splits a model
-            with it into several graphs (see `breaks_graph`).
+        breaks: takes a request; returns whether the function causes a graph break, so that torch.compile splits a
+            model with it into several graphs (see `breaks_graph`).
 
     Raises:
         AttentionError: the name is taken, or "auto"; or `refuses` or `breaks` is not a function.
@@ -212,7 +212,7 @@ def resolve_attention(
 
 
 def _able(request: AttentionRequest) -> list[str]:
-    """The backends that can serve the request, the one that `auto` takes first."""
+    """The backends that can serve the request, in the order in which `auto` prefers them."""
     # On a CPU flash means Triton's interpreter: correct, but thousands of times too slow to be recommended. Only
     # flash has tiers, so a tier other than "auto" asks for it.
     on_gpu = request.device.type == "cuda"
@@ -230,7 +230,7 @@ def _able(request: AttentionRequest) -> list[str]:
 
 
 def _refusal(name: str, request: AttentionRequest) -> AttentionError | None:
-    """What cannot be done, why, and the nearest backend that can; None if `name` can serve the request."""
+    """The error for a request that `name` cannot serve, with the reason and the nearest backend that can; or None."""
     if (reason := _reason(name, request)) is None:
         return None
     able, without = _able(request), ""
@@ -243,7 +243,7 @@ def _refusal(name: str, request: AttentionRequest) -> AttentionError | None:
 
 
 def refusal_of_call(name: str, q: torch.Tensor, **features: object) -> AttentionError | None:
-    """The same for a call of a backend that came from `get_attention`, where nothing was resolved before."""
+    """`_refusal` for a call of a function that came from `get_attention`, which checked nothing before."""
     return _refusal(name, _request(q.device, q.dtype, q.shape[-1], "auto", features, q.shape[2]))
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 on PyTorch. It is given its attention function, so it runs with any backend.
+"""GPT-2 on PyTorch. Its attention function is an argument, so it runs with any backend.
 
 `import model` does not import torch: the names below that need it are loaded on first use. Generation is
 `model.generate.generate`, not repeated here because the module has that name.

@@ -1,4 +1,4 @@
-"""What `generate` keeps of the tokens that a GPT has read: their keys and values."""
+"""The key-value cache of generation."""
 
 from torch import Tensor
 

@@ -18,7 +18,7 @@ SWITCHES = ("n_kv_head", "window", "softcap", "sinks", "qk_norm", "rope", "rmsno
 
 @dataclass
 class GPTConfig:
-    """Shape and recipe switches; the defaults are GPT-2 small. Raises ValueError when they disagree."""
+    """The model's shape and switches for parts of later models; the defaults are GPT-2 small. Raises ValueError."""
 
     vocab_size: int = 50257  # token ids the model reads and predicts; the tokenizer decides it
     seq_len: int = 1024  # the longest sequence, in tokens: one learned position embedding each
@@ -111,7 +111,7 @@ class GPTConfig:
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Those of SWITCHES that are on, that is, not as in GPT-2, with their values."""
+        """The SWITCHES that are on (differ from GPT-2), with their values."""
         off = {"n_kv_head": self.n_head, "window": None, "softcap": 0.0, "mlp": MLPKind.gelu}
         values = {name: getattr(self, name) for name in SWITCHES} | {"n_kv_head": self.kv_heads}
         return {name: value for name, value in values.items() if value != off.get(name, False)}
@@ -123,7 +123,7 @@ class GPTConfig:
 
     @property
     def attention_features(self) -> dict[str, Any]:
-        """The arguments beyond GPT-2's that attention gets in some layer, to ask a backend whether it takes them."""
+        """Arguments besides GPT-2's that attention gets in some layer, to ask a backend whether it takes them."""
         window = None if self.window is None else (self.window - 1, -1)
         return {"window": window, "softcap": self.softcap, "sinks": self.sinks or None}
 

@@ -1,4 +1,4 @@
-"""Continuing prompts of unequal lengths as one batch, a token a step, in memory that stays where it is.
+"""Batched generation from prompts of unequal lengths, a token a step, in buffers that are allocated once.
 
 Rows are padded on the right: a causal prompt never sees padding, and a step writes each row's key and value at the
 row's own length and attends to as many. So every step computes the same shapes, and can be one CUDA graph.
@@ -26,13 +26,13 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: fl
 
 
 def alone(model: GPT) -> str | None:
-    """What in a model keeps its sequences from being decoded as a batch, or None."""
+    """The model's settings, as text, that need sequences to be generated one at a time; None if there is none."""
     document = [] if model.config.document_end is None else ["document_end"]
     return ", ".join([*document, *model.config.switches]) or None
 
 
 class Decoder:
-    """The state of a batch that is being continued.
+    """The state of a batch in generation: each row's cached keys and values, and its length.
 
     attend: computes a step's attention; `kernels.flash.decode.decode_attention` is one for a GPU.
     cuda_graph: replay a step as a CUDA graph, so that the host launches once and not dozens of times.
@@ -157,7 +157,7 @@ def generate_batch(
             logits = decoder.step(token)
             full = [row for row, length in enumerate(held) if length == seq_len and not ended[row]]
             held = [min(length + 1, seq_len) for length in held]
-            if full:  # learned positions cannot slide: the newer half is read again
+            if full:  # learned positions cannot slide: the row restarts from its newer half
                 newer = [torch.tensor(texts[row][-max(1, seq_len // 2) :], device=device) for row in full]
                 rows = torch.tensor(full, device=device)
                 logits = logits.index_copy(0, rows, decoder.read(rows, newer))

@@ -1,8 +1,8 @@
-"""GPT-2 whose layers are functions that it is given: our kernels, in a run on a GPU.
+"""GPT-2 whose layers other than attention are functions that it is given: our fused kernels, in a run on a GPU.
 
-An addition to the residual stream and the LayerNorm that follows it are one function, and what follows a block's last
-addition is ln_1 of the next block. So a Stream travels between blocks: a block hands on the product that it has not
-added yet, and the next one adds it. So each block reads only its own parameters, as FSDP needs.
+One function adds to the residual stream and computes the LayerNorm that follows. After a block's last addition that
+is the next block's ln_1, so blocks pass on a Stream: the residual and an update that is not added yet, which the next
+block adds. That way each block reads only its own parameters, as FSDP needs.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .gpt import GPT, AttentionFn, Block, Linear, Seeds
 
 
 class FusedLayers(NamedTuple):
-    """The functions that compute in place of torch's:
+    """The functions that replace torch's:
 
     linear_gelu: (x, weight, bias) -> tanh GELU of x @ weight.T + bias
     dropout_add_norm: (x, update, bias, gain, shift, dropout_p, dropout_seed, eps, rms) -> x + dropout(update + bias),
@@ -37,7 +37,7 @@ class FusedLayers(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The residual stream: x + dropout(update + bias), or x alone."""
+    """The residual stream between blocks, as a sum not yet taken: x + dropout(update + bias), or x alone."""
 
     x: Tensor  # (B, T, C)
     update: Tensor | None = None  # (B, T, C)
@@ -46,7 +46,7 @@ class Stream(NamedTuple):
 
 
 class FusedBlock(Block):
-    """It calls c_attn alone, and of its other modules only reads the parameters, so their hooks do not run."""
+    """A Block in FusedLayers' functions. Of its submodules only c_attn is called: hooks of the others do not run."""
 
     def __init__(
         self,

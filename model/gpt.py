@@ -59,7 +59,7 @@ class CausalSelfAttention(nn.Module):
     def heads(
         self, x: Tensor, dropout_seed: Tensor | None, cu_seqlens: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        """(B, T, C) -> (B, T, C), all but the output projection."""
+        """The heads' outputs side by side, before the output projection: (B, T, C) -> (B, T, C)."""
         B, T, C = x.shape
         options = self.options(dropout_seed, cu_seqlens)
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
@@ -74,7 +74,7 @@ class CausalSelfAttention(nn.Module):
         return out.transpose(1, 2).reshape(B, T, C)
 
     def options(self, dropout_seed: Tensor | None, cu_seqlens: Tensor | None) -> dict[str, Any]:
-        """What the attention is called with."""
+        """The keyword arguments of the attention function."""
         options: dict[str, Any] = {"causal": True, "scale": self.scale}
         if self.training and self.dropout > 0.0:
             options |= {"dropout_p": self.dropout, "dropout_seed": dropout_seed}
@@ -137,7 +137,7 @@ def document_offsets(tokens: Tensor, end: int) -> Tensor:
 def dropout_seeds(seed: Tensor, count: int) -> list[Seeds]:
     """Seeds for `count` blocks, 0-d int64; a `seed` close to this one gives none of the same.
 
-    They lie 16 bytes apart: with other alignments, kernels are launched slowly (kernels/launch.py).
+    They lie 16 bytes apart in memory: kernels with other pointers are launched slowly (kernels/launch.py).
     """
     numbers = seed * (6 * count) + torch.arange(6 * count, device=seed.device)
     return [three.unbind() for three in numbers.view(count, 3, 2)[..., 0]]
@@ -246,7 +246,7 @@ class GPT(nn.Module):
         return self.final_norm(x)
 
     def seeds(self, dropout_seed: Tensor | None) -> list[Seeds]:
-        """The embedding's seeds (it uses the first), then each block's; None where nothing is dropped."""
+        """Dropout seeds: the embedding's (it uses the first of three), then each block's; None without dropout."""
         count = 1 + len(self.h)
         if not self.training or self.config.dropout == 0.0:
             return [(None, None, None)] * count
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         return F.linear(hidden, self.wte.weight)[..., : self.config.vocab_size]
 
     def attention_maps(self, tokens: Tensor) -> Tensor:
-        """What each query of tokens (B, T) looks at: (n_layer, B, n_head, T, T), see model/maps.py."""
+        """The attention weights of tokens (B, T): (n_layer, B, n_head, T, T), see model/maps.py."""
         return attention_maps(self, tokens)
 
     def num_parameters(self, *, position_embeddings: bool = True) -> int:

@@ -1,4 +1,4 @@
-"""What each query of a GPT looks at, as its attention computes it."""
+"""The attention weights of a GPT, from any attention function."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
 
 
 def _noting(attention: AttentionFn, maps: list[Tensor]) -> AttentionFn:
-    """The attention, made to append its weights (B, H, T, T) to `maps` at each call."""
+    """A wrapper of the attention that also appends its weights (B, H, T, T) to `maps` at each call."""
 
     def noting(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         identity = torch.eye(v.size(2), dtype=v.dtype, device=v.device)

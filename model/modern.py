@@ -1,6 +1,6 @@
-"""GPT with parts of later models in place of GPT-2's, each by its switch in GPTConfig.
+"""GPT with parts of later models (Llama, Gemma, ...) in place of GPT-2's, each by its switch in GPTConfig.
 
-GPT's forward computes it: parts are replaced when the model is built, and where a switch is off the part is GPT-2's.
+The forward is GPT's: parts are replaced when the model is built, and where a switch is off, the part is GPT-2's.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ class ModernAttention(CausalSelfAttention):
 
 
 class UnpackedAttention(ModernAttention):
-    """Also with grouped heads, or queries and keys normalised or rotated: q, k and v are then not alike."""
+    """ModernAttention with grouped heads, qk_norm or rope: q, k and v differ, so the packed form is not called."""
 
     part: Part | None = None  # see part.compute_part
 

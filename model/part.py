@@ -1,8 +1,8 @@
-"""A model on one of several ranks that share each sequence: it computes some of its chunks (context parallel).
+"""Context parallelism in the model: on ranks that share each sequence, it computes some chunks of it, its Part.
 
 It is given whole sequences and computes its part of their hidden states; targets are for that part only. All layers
-but attention treat tokens one by one. Attention must know of the other ranks' keys: it gets q, k and v of the part,
-but cu_seqlens of the whole sequences.
+but attention treat tokens one by one. Attention has to get the other ranks' keys itself: it is given q, k and v of
+the part, but cu_seqlens of the whole sequences.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ An experiment is an entry in `EXPERIMENTS` and a module `reproduce/<name>.py` th
 
     Settings    a frozen dataclass: what `key=value` on the command line may change, with the defaults
     TINY        the Settings for `--tiny`: takes seconds on a CPU and executes every line of the experiment
-    SELECTION   optional: names of Settings that select samples and do not change them; a run with others adds to them
-    NEEDED      optional: names of Settings, each a list without which there is nothing to run
+    SELECTION   optional: names of Settings that choose samples and change none: runs with other values add samples
+    NEEDED      optional: names of Settings that are lists and must not be empty
     run(options)                 measures; every figure goes through `options.sample` or, if it is a time,
                                  `options.timed`, so a killed run can resume
     table(results) -> str        optional: what is printed at the end instead of all samples (`tables.py`)
@@ -43,14 +43,14 @@ NOT_STATED = "not stated"
 
 
 class OutOfTime(Exception):
-    """The experiment's time budget is spent; the samples measured so far are kept."""
+    """The time budget of the command is spent; the samples measured so far are kept."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How an experiment times; the Settings of one that does inherit these."""
+    """Settings of every experiment that times; its Settings inherit them."""
 
-    # Processes that time everything, on a GPU, or on several of a host. What is stated is their range and its middle.
+    # Processes that each time everything, on one GPU or several of a host. Stated: their median and range.
     processes: int = 3
     # The least number of rounds of each contender in a process.
     rounds: int = 20
@@ -92,17 +92,17 @@ class Experiment:
         title: one line for the list and the report.
         needs: "cpu" if a CPU gives meaningful figures, "cuda" if only its --tiny form runs without a GPU.
         minutes: about what it takes on one GPU in all its processes.
-        measures: what its figures depend on besides its own `run`, by the names that `depends.py` explains.
+        measures: names of the code that its figures depend on besides its own `run`, as `depends.py` takes them.
         package: the package that its module is in.
-        gpus: how many it takes at least.
-        alone: nothing may run at the same time: it times the host, or takes all GPUs itself.
-        apart: it measures in processes of its own, so that an error there breaks no device for the samples after it.
-        seconds: about what a sample of each kind takes on an H100 once its kernels are compiled, on average also over
-            those that are refused; by these `plan.py` tells what is left to measure and how long it takes. Without
-            them, it takes `minutes`.
-        compiles: coordinates of samples whose measuring compiles; several processes do so before anything is timed.
-        first: the values of its settings that README and its picture show, which are measured before all else.
-        wants: a setting without which `all` leaves it out.
+        gpus: the least number of GPUs.
+        alone: nothing else may run at the same time: it times the host, or takes all GPUs itself.
+        apart: it measures in processes of its own, so a CUDA error there breaks no device for later samples.
+        seconds: kind of sample -> about the seconds that one takes on an H100 once its kernels are compiled, averaged
+            also over those that are refused. With it `plan.py` finds what is left to measure, and for how long;
+            without it, the experiment is planned as a whole, by `minutes`.
+        compiles: coordinates of samples that several processes measure first, only to fill the compilers' caches.
+        first: setting -> its values that README and its picture show, which are measured before all others.
+        wants: a setting that has to be given; without it `all` leaves the experiment out.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Experiment:
         return importlib.import_module(self.path)
 
 
-# What the figures depend on besides `run`; see `depends.py`.
+# Values of `measures`: the code that figures depend on; see `depends.py`.
 ATTENTIONS = (
     *("kernels.flash", "kernels/flash/portable/measured/sm_90.json"),  # the measured times decide its tiles
     *("kernels.flash.hopper.spec.specify", "kernels.flash.hopper.backward_schedule.BLOCK_M"),  # Hopper's
@@ -266,7 +266,7 @@ class Options:
             device. Raises OutOfTime when the time budget is spent; `run` must not catch it. A sample with an entry
             "partial" is measured again by the next run.
         process: which of the settings' `processes` this is, from 0 on.
-        find: the complete sample at the coordinates **where, if an earlier run left one.
+        find: `find(**where)` returns the sample there if it is measured already, and None if it has to be measured.
         deadline: when the time budget is spent, on the clock of `time.monotonic`; None: never.
         say: prints a line of progress.
     """
@@ -293,13 +293,13 @@ class Options:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32)
 
     def timed(self, measure: Callable[[], Sample], **where: Any) -> Sample:
-        """`sample` of what each process measures anew."""
+        """`sample` for times: each process measures its own, so `process` is one of the coordinates."""
         return self.sample(measure, **where, process=self.process)
 
     def right(
         self, names: Iterable[str], check: Callable[[str], Sample], of: str = "backend", **where: Any
     ) -> list[str]:
-        """Those of the names whose check has "passed": a sample for each, in which `of` is the name."""
+        """The names whose `check(name)` has "passed": samples of kind "check", whose coordinate `of` is the name."""
         checks = {
             name: self.sample(partial(check, name), kind="check", **{of: name}, **where) for name in names
         }
@@ -354,7 +354,7 @@ class Verdicts(list[Verdict]):
         self, claim: str, what: str, paper: str, ours: str, passed: bool | None, why: str = "",
         *, ratio: float | None = None, basis: str = "",
     ) -> None:  # fmt: skip
-        """A figure that a paper states too: reproduced if it `passed`; None: it cannot be compared."""
+        """Add a figure that a paper states too. passed: whether it is reproduced; None: it cannot be compared."""
         status = {True: REPRODUCED, False: NOT_REPRODUCED, None: NOT_COMPARABLE}[passed]
         self.append(Verdict(claim, what, paper, ours, ratio, status, why, basis or self.basis))
 
@@ -362,7 +362,7 @@ class Verdicts(list[Verdict]):
         self, claim: str, what: str, expected: float, ours: float | Times, passed: bool | None, why: str = "",
         *, form: str = "{:.2f}x", theirs: str = "", basis: str = "",
     ) -> None:  # fmt: skip
-        """`add` for two numbers in the format `form`; ours may be of several processes.
+        """`add` for two numbers, shown in the format `form`; ours may be Times of several processes.
 
         theirs: shows the paper's figure, if not in that form.
         """

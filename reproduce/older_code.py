@@ -19,7 +19,7 @@ UNTOUCHED: dict[str, str] = {
 
 
 class Outrun(NamedTuple):
-    """What has become faster since it was measured: in words, and whether a sample is of it."""
+    """A speed-up made since some results were measured: in words, and `holds`, whether it affects a sample."""
 
     words: str
     holds: Callable[[Mapping[str, Any]], bool]
@@ -30,8 +30,8 @@ def _is_wide(sample: Mapping[str, Any]) -> bool:
 
 
 def _is_stored_by_tma(sample: Mapping[str, Any]) -> bool:
-    """Or has so few queries that their tiles are scheduled in smaller groups. With most features neither is so. Whole
-    models, whose samples have no head_dim, are left out: of their time it is less than their spread."""
+    """Out is stored by TMA now, or so few queries are scheduled in smaller groups. With most features neither is so.
+    Whole models, whose samples have no head_dim, are left out: of their time it is less than their spread."""
     head_dim, length = sample.get("head_dim", 0), sample.get("length", 0)
     plain = "bound" not in sample and sample.get("mask", "plain") == "plain"
     plain = plain and sample.get("feature", "sinks") in ("sinks", "alibi_slopes")
@@ -43,7 +43,7 @@ def _is_stored_by_tma(sample: Mapping[str, Any]) -> bool:
 
 
 def _is_of_short_rows(sample: Mapping[str, Any]) -> bool:
-    """Where its backward was timed again; what other short rows gained was not."""
+    """Of the short rows that were timed again, with a faster backward; what others gained was not measured."""
     head_dim, length = sample.get("head_dim"), sample.get("length", 0)
     if "flash" not in sample.get("ms", ()) or "bound" in sample or sample.get("mask", "plain") != "plain":
         return False

@@ -1,4 +1,4 @@
-"""Runs the steps of a plan, each in a process of its own that sees one GPU, on all GPUs at once.
+"""Runs the steps of a plan (plan.py) on all GPUs at once, each in a process of its own that sees one GPU.
 
 First all cores compile: processes share each GPU and go through the samples that are not timed, and what they find is
 thrown away, but torch's and Triton's caches keep what they compiled. Then one process at a time measures on a GPU. A
@@ -23,13 +23,13 @@ from .results import Store
 
 # Processes that compile on a GPU at once: their contenders, of some 20 GiB each, have to fit beside each other.
 MOST_COMPILING = 6
-# Of a sample that is measured only to compile: what is longer runs the same kernels.
+# The longest sequence that is measured only to compile: longer ones run the same kernels.
 LONGEST_COMPILED = 4096
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the command line says of every step.
+    """The options of the command line, which hold for every step.
 
     settings: key=value, by experiment.
     deadline: on the clock of `time.monotonic`, which all processes of a machine share: no sample starts after it.

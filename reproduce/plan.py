@@ -1,7 +1,7 @@
-"""What a call will do: which samples are missing, in which order they are measured, and about how long that takes.
+"""Plans a command: which samples are missing, in which order they are measured, and about how long that takes.
 
-An experiment's `run` is called with options that measure nothing and remember what it asks for. So the plan is what
-the run would do, and a run that was cut goes on with what its document lacks, sample by sample.
+It calls an experiment's `run` with Options whose `sample` measures nothing and notes the coordinates. So the plan is
+what the run would do, and a run that was cut goes on with the samples that its document lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Starting a process: imports, CUDA, and the first use of each kernel that is already compiled.
 STARTING_S = 12.0
-# What stands in for a sample that is not measured yet: whoever takes part is right, and fits.
+# Stands in for a sample that is not measured yet, so that `run` goes on to ask for all: every check passes, all fits.
 ASSUMED = {
     **{"passed": True, "agrees": True, "finite": True, "worst": 0.0, "peak_bytes": 0},
     **{"limits": {}, "row_errors": {}, "logit_error": 0.0},
@@ -29,15 +29,15 @@ ASSUMED = {
 
 @dataclass(frozen=True)
 class Step:
-    """A process of an experiment, or of its first part.
+    """What one process does: measure what an experiment lacks, or first only what README shows of it.
 
     Attributes:
-        settings: what the document records.
-        selected: what is run: the same, or the part of it that README and its picture show.
+        settings: the whole experiment's, which the document records.
+        selected: the settings that are run: the same, or with `Experiment.first`, the part that README shows.
         process: which of the settings' `processes` this is, of `processes`.
-        samples: how many are missing; None if the experiment does not tell.
-        seconds: about what they take.
-        retries: whether what has failed is tried again, as no step of the process before this one does.
+        samples: how many are missing; None if the experiment has no `seconds`.
+        seconds: about how long they take.
+        retries: whether samples that had failed are tried again: in the first step of each process.
     """
 
     experiment: Experiment
@@ -56,8 +56,8 @@ class Step:
 
 
 def missing(store: Store, settings: Any) -> list[Sample]:
-    """The coordinates of what the document lacks of the settings' samples, of all processes; none if the experiment
-    does not tell."""
+    """The coordinates of the settings' samples, of all processes, that the document lacks; none if the experiment has
+    no `seconds`."""
     if not store.experiment.seconds:
         return []
     device, tiny = store.device, store.document["tiny"]
@@ -76,12 +76,12 @@ def missing(store: Store, settings: Any) -> list[Sample]:
 
 
 def processes_of(settings: Any, device: torch.device, tiny: bool) -> int:
-    """How many processes measure. A CPU counts, and counts are the same in each."""
+    """How many processes measure. On a CPU one: what is counted there is the same in each."""
     return getattr(settings, "processes", 1) if device.type == "cuda" or tiny else 1
 
 
 def steps(store: Store) -> Iterator[Step]:
-    """What is left of an experiment, its first part before the rest."""
+    """The steps that are left of an experiment: those of what README shows before the rest."""
     experiment, settings, tiny = store.experiment, store.settings, store.document["tiny"]
     count = processes_of(settings, store.device, tiny)
     if not experiment.seconds:
@@ -92,7 +92,7 @@ def steps(store: Store) -> Iterator[Step]:
         return
     planned: set[str] = set()
     begun: set[int] = set()
-    counted = store.device.type == "cpu" and not tiny  # which README does not show
+    counted = store.device.type == "cpu" and not tiny  # a CPU's counts, of which README shows none
     for selected in [settings] if counted else dict.fromkeys(_parts(experiment, settings)):
         left = [each for each in missing(store, selected) if str(each) not in planned]
         planned |= set(map(str, left))
@@ -106,7 +106,7 @@ def steps(store: Store) -> Iterator[Step]:
 
 
 def _parts(experiment: Experiment, settings: Any) -> Iterator[Any]:
-    """What of the settings README shows, if anything, and all of them."""
+    """The settings cut to the values that README shows (`Experiment.first`), if there are any; then all of them."""
     first = {
         key: tuple(each for each in getattr(settings, key) if each in shown)
         for key, shown in experiment.first.items()

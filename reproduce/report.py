@@ -25,7 +25,7 @@ from .report_page import Figure, Judged, Page, summary
 from .results import read_all, slug
 from .sparse import judge_against_others
 
-# Claims without a picture of their own, and those whose pictures show their figures.
+# Claim without a picture of its own -> the claim whose picture shows its figures.
 PICTURED_AT = {"C9": "C7", "C17": "C24", "C20": "C24", "C26": "C2", "C28": "C27", "C30": "C7", "C32": "C8"}
 
 
@@ -118,7 +118,7 @@ def _add(page: Page, document: Results, directory: Path) -> None:
 
 
 def _add_between_devices(page: Page, curves: list[Results]) -> None:
-    """C12 and C14, as far as they take the runs of several devices; a device's newest count."""
+    """Add the verdicts of C12 and C14 that compare runs of several devices, by the newest document of each."""
     newest: dict[str, Results] = {}
     for each in curves:
         newest.setdefault(each["device"], each)
@@ -135,7 +135,7 @@ def _add_between_devices(page: Page, curves: list[Results]) -> None:
 
 
 def _add_pairs(page: Page, trained: list[pairs.Trained], files: list[Path], directory: Path) -> None:
-    """C12 by every pair of runs that differ in attention alone; `files` hold those that ran for it."""
+    """Add C12's verdicts over all pairs of runs that differ in attention alone. files: of the runs made for this."""
     claim = page.claims["C12"]
     links = ", ".join(f"[{file.parent.name}]({file.relative_to(directory).as_posix()})" for file in files)
     claim.figures += (Figure(replace(each, basis=f"{each.basis}: {links}")) for each in pairs.judge(trained))
@@ -145,7 +145,7 @@ def _add_pairs(page: Page, trained: list[pairs.Trained], files: list[Path], dire
 
 
 def _add_long_run(page: Page, document: Results, picture: Path) -> None:
-    """Show it with the perplexity's runs; it belongs to no figure of the paper."""
+    """Show the long training run at C12: it corresponds to no figure of the paper, so it gets no verdict."""
     claim = page.claims["C12"]
     claim.also.append(long_run.line(document))
     if can_draw():
@@ -154,7 +154,7 @@ def _add_long_run(page: Page, document: Results, picture: Path) -> None:
 
 
 def _headlines(documents: list[Results], trained: list[pairs.Trained], directory: Path) -> Iterator[Path]:
-    """The picture that README shows, for each GPU on which attention and training were both measured.
+    """Draw README's picture for each GPU on which attention and training were both measured, and yield its path.
 
     The loss curves in it are of that GPU, or else of the one with the most of them.
     """

@@ -1,4 +1,4 @@
-"""What a reader of the report has to know of the runs behind it: late, alone, failed, or of older code."""
+"""The report's notes on the runs behind it: older code, waiting for the host, fewer processes, failures."""
 
 import json
 from collections import Counter, defaultdict
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from .experiment import Results
 from .results import changed_since, faster_since
 
-# The state of a complete run beside a newer partial one: it counts where that has no figure.
+# State of a complete document next to a newer partial one: its figures count where the partial one has none.
 EARLIER = "earlier run"
-# These time whole steps, of which waiting for the host is a part: of more kernels than CUDA queues, all are late.
+# Experiments that time whole steps, where waiting for the host counts: with more kernels than CUDA queues, all late.
 OF_STEPS = ("training", "encoders")
 
 
 def notes(documents: list[Results]) -> Iterator[str]:
-    """What a reader has to know of the runs."""
+    """The notes, a sentence each."""
     stale = filter(changed_since, documents)
     yield from _listed("code has changed since these were run (Runs tells what)", stale)
     faster: dict[str, list[str]] = defaultdict(list)
@@ -49,7 +49,7 @@ def notes(documents: list[Results]) -> Iterator[str]:
 
 
 def of_points(document: Results) -> Iterator[str]:
-    """What holds of some of a document's points: newer than it (merge.py --over), or not timed alone (by hand)."""
+    """Notes on some of a document's points: newer than the rest (merge.py --over), or not timed alone (by hand)."""
     if again := timed_again(document):
         yield f"some points are newer than the rest: {again}"
     if other := "; ".join(dict.fromkeys(each["beside"] for each in document["samples"] if "beside" in each)):

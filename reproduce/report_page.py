@@ -1,4 +1,4 @@
-"""What the report says, whatever its format: claims with their figures, and the rows of its tables."""
+"""The report's content, for Markdown and HTML alike: claims with their figures, and the rows of its tables."""
 
 import math
 import shlex
@@ -31,7 +31,7 @@ HOW_TO_READ = (
     "counts once, by the worst that could be compared.",
 )
 IN_PART = "reproduced in part"
-# Of a claim that nothing but counts is compared for: no run could contradict what a kernel is written to do.
+# A claim whose compared figures are all counts, which follow from how a kernel is written: no run can contradict it.
 BY_COUNT = "by count alone"
 COMPARED = {REPRODUCED, NOT_REPRODUCED}
 WORST_FIRST = (NOT_REPRODUCED, REPRODUCED, NOT_COMPARABLE)
@@ -42,8 +42,8 @@ FIRST_COLUMNS = ("", "figure", "the paper", "ours", "verdict")
 COLUMNS = ("what", "paper", "ours", "ours/paper", "status", "bound, notes", "from")
 RUN_COLUMNS = ("experiment", "state", "device", "command", "took", "date", "versions", "commit")
 RUN_COLUMNS += ("host load", "changed since")
-# The figures of the first screen: subject -> (claim, kind -> words in their names); of the first kind that there
-# is the figures, of the others whether they are reproduced. Like for like: eager steps, the same shape for memory.
+# The first table: subject -> (claim, kind -> words by which its figures are found). The first kind that there is
+# gives the figures; of all kinds it has the status. Like for like: eager steps, the same shape for memory.
 FIRST = {
     "speed": ("C11", {"": "gpt2_small, whole stack: ours with flash"}),
     "memory": ("C8", {"": "peak memory at 4096"}),
@@ -59,9 +59,10 @@ FIRST = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A verdict, and the results file that it comes from, relative to the page; none for what is not measured.
+    """A verdict and where it comes from.
 
-    others: the file of what it was compared with, if that is another one.
+    source: its results file, relative to the page; empty if not measured. others: the file of what it was compared
+    with, if that is another. gpu: whether a GPU measured it, not a CPU.
     """
 
     verdict: Verdict
@@ -98,9 +99,9 @@ class Judged:
 
     @property
     def statuses(self) -> tuple[Counter[str], Counter[str]]:
-        """Of every figure, those by count apart, in the second; of one that several GPUs have the worst.
+        """(status -> how many figures that were measured, the same of those that were counted).
 
-        A CPU's is left out where a GPU has it too.
+        A figure that several GPUs have counts once, with the worst status; a CPU's not where a GPU has it too.
         """
         names = {figure.verdict.what for figure in self.on_gpu}
         shown = self.on_gpu + [each for each in self.on_cpu if each.verdict.what not in names]
@@ -158,7 +159,7 @@ class Page:
 
 
 def first_rows(page: Page) -> list[list[str]]:
-    """A row for each subject, in FIRST_COLUMNS: of each kind the least flattering, on every GPU that has it now."""
+    """A row for each subject of FIRST: of each kind the least flattering figure, as every GPU has it now."""
     rows = []
     for subject, (claim, names) in FIRST.items():
         figures = [each for each in page.claims[claim].on_gpu if EARLIER not in each.verdict.basis]
@@ -179,7 +180,7 @@ def first_rows(page: Page) -> list[list[str]]:
 
 
 def _older(page: Page, subject: str, figure: Figure) -> str:
-    """What is said of a figure of a document, by its device, whose code has changed, or has become faster."""
+    """The words "by older code" if the code of the figure's document has changed since, or become faster."""
     of, basis = page.claims[figure.verdict.claim].claim.experiment, figure.verdict.basis
     newest = [each for each in page.documents if each["experiment"] == of and each["state"] != EARLIER]
     own = [each for each in newest if each["device"] in basis]
@@ -188,7 +189,7 @@ def _older(page: Page, subject: str, figure: Figure) -> str:
 
 
 def _worst(figures: list[Figure]) -> list[Figure]:
-    """The least flattering, on every GPU that has it."""
+    """The least flattering figure, as measured on every GPU that has it."""
     what = min(figures, key=_flattery).verdict.what
     return [each for each in figures if each.verdict.what == what]
 
@@ -210,7 +211,7 @@ def figure_rows(figures: list[Figure]) -> list[list[str]]:
 
 
 def run_rows(page: Page) -> list[list[str]]:
-    """A row for each document that says what produced it, in RUN_COLUMNS."""
+    """A row for each document, in RUN_COLUMNS: what produced it, and which of its code has changed since."""
     rows = []
     for document in page.documents:
         environment = document["environment"]

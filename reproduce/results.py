@@ -1,4 +1,4 @@
-"""Results on disk: one JSON document per experiment and device. A run adds to one, and never joins two.
+"""Results on disk: one JSON "document" per experiment and device. A run adds samples to one, and never joins two.
 
     results/<device>/<name>.json            complete: every sample asked for exists, though some may have failed
     results/<device>/<name>.partial.json    not every sample that the experiment lists exists; the next run resumes it
@@ -51,10 +51,10 @@ from .older_code import FASTER_SINCE, Outrun
 if TYPE_CHECKING:
     import torch
 
-# Whose versions a record has where they are installed.
+# Packages whose versions a document records, where they are installed.
 PEERS = ("flash-attn-4", "liger-kernel", "transformers")
 VERSION = 3  # of the document's format; a file of another version is skipped
-# What every document has; see Store.
+# Fields that every document must have; see Store.
 FIELDS = ("experiment", "state", "tiny", "device", "command", "commit", "depends", "settings", "environment")
 FIELDS += ("date", "seconds", "samples")
 
@@ -82,17 +82,17 @@ def changed_since(document: Results) -> list[str]:
 
 
 def faster_since(document: Results) -> list[str]:
-    """What of a document has become faster since; see `older_code.py`."""
+    """In words, what the code has become faster at since the document was measured; see `older_code.py`."""
     return list(dict.fromkeys(each.words for _, found in _outrun(document) for each in found))
 
 
 def without_outrun(document: Results) -> Results:
-    """The document without what has become faster since: it is not to be joined with what is measured now."""
+    """The document without samples whose code has become faster since: they are not to be joined with new ones."""
     return {**document, "samples": [sample for sample, found in _outrun(document) if not found]}
 
 
 def _outrun(document: Results) -> Iterator[tuple[Sample, list[Outrun]]]:
-    """Each sample, and what of it has become faster since its code, the document's or that of the commit it names."""
+    """Each sample, with what of FASTER_SINCE holds of it, by the hashes of the commit it names or the document's."""
 
     def known(recorded: dict[str, str]) -> list[Outrun]:
         found = (each for hash_, its in FASTER_SINCE.items() if hash_ in recorded.values() for each in its)
@@ -125,7 +125,7 @@ class Store:
         Args:
             command: the arguments after `python -m reproduce` or `python -m benchmarks`.
             deadline: on the clock of `time.monotonic`; no sample is started after it.
-            retry: measure failed samples of the earlier run again, those of these processes; None: of all.
+            retry: the processes whose failed samples of the earlier run are measured again; None: all.
         """
         from training.environment import device_name, environment
 
@@ -179,7 +179,7 @@ class Store:
         self.document |= {"samples": list(samples), "took": other.get("took", {})}
 
     def _reusable(self, other: Results | None) -> Results | None:
-        """The other document if its samples are those that this run would measure."""
+        """The other document if its samples can count as this run's: same code, settings, device and versions."""
         if other is None or changed_since(other):
             return None
 
@@ -192,7 +192,7 @@ class Store:
         return other if applies_to(other) == applies_to(self.document) else None
 
     def _settings_of(self, other: Results, selection: Sequence[str] = ()) -> Sample:
-        """Those that there are by now, but for the selection."""
+        """The other document's values of the settings that exist today, without those in `selection`."""
         return {key: other["settings"].get(key) for key in self.document["settings"] if key not in selection}
 
     def sample(self, measure: Callable[[], Sample], **where: Any) -> Sample:
@@ -257,7 +257,7 @@ class Store:
         return None
 
     def _turns_without(self, where: Sample) -> list[Sample]:
-        """Joint timings made without the contender at `where`, which had failed, to time all together again."""
+        """Joint timings that lack the contender at `where`, which had failed: to be made again, all together."""
 
         def stale(sample: Sample) -> bool:
             joint = isinstance(sample.get("ms"), dict) and not {"backend", "contender"} & sample.keys()

@@ -87,7 +87,7 @@ TINY = Settings(
 
 @dataclass(frozen=True)
 class Group:
-    """What contenders that are timed together have in common; the fields are the coordinates of their samples."""
+    """A group of contenders that are timed together: what they have in common. Its fields are their coordinates."""
 
     part: str
     model: str
@@ -116,7 +116,7 @@ def run(options: Options) -> None:
 
 
 def plan(settings: Settings) -> list[tuple[Group, tuple[str, ...]]]:
-    """The groups with their contenders, the most useful first."""
+    """The groups, each with the names of its contenders, the most useful group first."""
     base, small, medium = settings.contexts[0], settings.small, settings.medium
     with_cut = (each for name in settings.core for each in ((name, CUT) if name == STANDARD else (name,)))
     core, ours = tuple(dict.fromkeys(with_cut)), settings.core[-1]
@@ -216,12 +216,12 @@ def _build(options: Options, group: Group, name: str) -> Contender:
 
 @functools.cache
 def _pool() -> tuple[int, int]:
-    """Of the graphs of eager contenders: they take turns, so one's memory serves the next."""
+    """The memory pool for CUDA graphs of eager contenders: they take turns, so one's memory serves the next."""
     return torch.cuda.graph_pool_handle()
 
 
 def _memory_with_others(options: Options, group: Group, name: str, built: dict[str, Contender]) -> Sample:
-    """`_memory`; if it does not fit beside those that are built, it is measured without them."""
+    """`_memory`; if the contender does not fit beside those that are built, they are freed first."""
     try:
         return _memory(options, group, name, built)
     except torch.OutOfMemoryError:
@@ -269,9 +269,8 @@ def _logit_error(contender: Contender, group: Group) -> float:
 
 
 def _speed_of_all(options: Options, group: Group, names: list[str], built: dict[str, Contender]) -> Sample:
-    """`_speed`, without the first of them while they do not fit together: recorded CUDA graphs keep their memory.
-
-    Those are timed after the others; "alone" names them.
+    """`_speed` of as many as fit into memory together: while they do not (CUDA graphs keep theirs), the first is left
+    out. Those left out are timed after the others, one by one, and named under "alone".
     """
     together = list(names)
     while True:

@@ -1,7 +1,7 @@
-"""A picture of what a run's heads look at: `python -m training.attention_maps RUN "a text"`.
+"""Draw the attention weights of a run's model for a text: `python -m training.attention_maps RUN "a text"`.
 
 A row of the picture is a layer, a column a head; with --layer and --head it is one map, labelled with the text's
-tokens. In a map a row is a token that looks, a column a token that is looked at; the darker, the more.
+tokens. In a map a row is a query's token, a column a key's; the darker, the larger the weight.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _chosen(what: str, asked: int | None, count: int) -> list[int]:
 
 
 def _draw_map(axis: Axes, weights: torch.Tensor, title: str):
-    """Weights (T, T); the root makes faint ones visible, and what no query may see (the future) stays grey."""
+    """Draw weights (T, T) on a square-root scale, so that small ones show; masked ones (the future) stay grey."""
     import torch
     from matplotlib.colors import PowerNorm
 

@@ -1,4 +1,4 @@
-"""What a run says of itself, as rows: the plan before its first step, the result after its last."""
+"""The rows of text that a run prints: its plan before the first step, its result after the last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = list[tuple[str, str]]
 
 
 def banner(plan: Plan) -> Rows:
-    """What will really run, resolved."""
+    """The plan as (name, value) rows: what really runs, next to what was asked for where they differ."""
     config, model, ranks = plan.config, plan.config.model, plan.world
     computation, corpus = plan.computation, plan.corpus
     runs = f"{computation.facts()['dtype']}, {'torch.compile' if computation.compiled else 'eager'}"
@@ -79,7 +79,7 @@ def banner(plan: Plan) -> Rows:
 
 
 def unsaved(config: Config) -> str:
-    """The warning for a run that a lost rank would end: in parts, and with no checkpoint before its end."""
+    """The warning for a run whose steps a lost rank would take along: sharded, with no checkpoint before its end."""
     trainer = config.trainer
     intervals = trainer.save_every, trainer.eval_every * trainer.keep_best
     saves = any(0 < steps < trainer.steps for steps in intervals)
@@ -92,7 +92,7 @@ def unsaved(config: Config) -> str:
 
 
 def result(summary: dict[str, Any], run_dir: Path, speeds: list[float], trainer: TrainerConfig) -> Rows:
-    """Quality, speed, memory, and where it all is. `speeds`: tokens/s from log point to log point."""
+    """The result as rows: quality, speed, memory, and the files. `speeds`: tokens/s from log point to log point."""
     saved = checkpoint.saved(run_dir)  # empty after an evaluation alone
     speed = f"not measured: no step ran{' after the warm-up' if summary['steps'] else ''}"
     if "perf/step_ms" in summary:
@@ -151,7 +151,7 @@ def _schedule(config: Config) -> str:
 
 
 def _parallel(parallel: ParallelConfig, ranks: int, gather_keys: bool, at_once: int | None) -> str:
-    """What each rank holds, exchanges and computes again."""
+    """In words, what each rank holds, exchanges and recomputes; empty where one rank recomputes nothing."""
     holds = {
         Shard.none: "each rank holds all",
         Shard.optimizer: "gradients and optimizer state in parts",
@@ -179,7 +179,7 @@ def in_sweep(run_dir: Path) -> bool:
 
 
 def _why(model: ModelConfig) -> str:
-    """Why `auto` does not take the fused blocks, if the model is the reason."""
+    """If block=auto and the model is why it does not take the fused blocks: the reason, in brackets. Else empty."""
     if model.block is not Layers.auto:
         return ""
     if lacking := model.fused_lacks:
@@ -205,7 +205,7 @@ def _epochs(number: float) -> str:
 
 
 def _best(run_dir: Path, trainer: TrainerConfig, tokens: int) -> Rows:
-    """Where the checkpoint with the lowest validation loss is, if it was kept. tokens: of the whole split."""
+    """The row about the best checkpoint, if one is kept. tokens: of the whole validation split."""
     if not (best := checkpoint.best(run_dir)):
         return []
     ended = "" if trainer.keep_best else ", the best while trainer.keep_best was on"
@@ -215,7 +215,7 @@ def _best(run_dir: Path, trainer: TrainerConfig, tokens: int) -> Rows:
 
 
 def noise(speeds: list[float], on_cpu: bool) -> str:
-    """What to say if other programs affected the speed, else nothing."""
+    """The remark that other programs slowed the run, if its speed varied by more than SPREAD; else empty."""
     slow, fast = speed_range(speeds) or (1, 1)
     if fast <= SPREAD * slow:
         return ""

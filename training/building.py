@@ -1,4 +1,4 @@
-"""What a plan says, built: the model as it trains and as it is evaluated, its optimizer, its gradient scaler."""
+"""Builds from a Plan the callables that train and evaluate the model, its optimizer and its gradient scaler."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ from .seeds import stream_seed
 
 @dataclass
 class Built:
-    """The same weights in four forms: as they are, for training with an exchange and without, for evaluation."""
+    """One set of weights in four forms, and what updates it. Exchange: ranks reduce gradients during the backward."""
 
-    model: GPT
-    train_model: Callable[..., Tensor]
-    local_model: Callable[..., Tensor]  # without an exchange, for the micro-steps before a step's last
-    eval_model: nn.Module
+    model: GPT  # the module itself: for state dicts, generation and checks
+    train_model: Callable[..., Tensor]  # (tokens, targets, dropout_seed=) -> loss: a step's last micro-step
+    local_model: Callable[..., Tensor]  # the same without an exchange, for the micro-steps before it
+    eval_model: nn.Module  # (tokens, targets) -> loss; compiled if training is, never replayed
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    together: bool  # without an exchange, gradients are added in a few launches: `cuda_graphs.add_gradients`
+    together: bool  # local_model's gradients are taken by `cuda_graphs.add_gradients`, not by loss.backward()
 
 
 def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], None]) -> Built:
-    """The model as the plan starts it. begins: called with a phase of a step as that begins (metrics.Throughput)."""
+    """Build the model with its first or its checkpoint's weights. begins: `Throughput.begins`, to time phases."""
     config, computation, parallel = plan.config, plan.computation, plan.config.parallel
     init_seed = config.seed if config.init_seed is None else config.init_seed
     model = plan.model(torch.Generator().manual_seed(stream_seed(init_seed, "init")))
     if initial:
         model.load_state_dict(initial.state)
     recompute(model, parallel.recompute)
-    # DDP cuts what is compiled around it at its buckets, but not where blocks are computed again; FSDP never does.
+    # torch.compile splits a DDP model at its gradient buckets, but not where blocks are recomputed, and an FSDP model
+    # nowhere: those two are compiled a block at a time.
     in_blocks = parallel.shard is not Shard.none or parallel.recompute is not Recompute.none
     if computation.compiled and in_blocks:
         compile_blocks(model, computation.dtype)
@@ -75,13 +76,13 @@ def build(plan: Plan, initial: InitialWeights | None, begins: Callable[[str], No
     dtype, graphs = computation.dtype, partial(compiled_to_graphs, whole=computation.whole)
     trained = local = graphs(model, dtype) if computation.graphs else compiled(Local(model), dtype)
     if train_model is not model:
-        # DDP goes inside torch.compile: around it, gradients would be exchanged only when the whole backward is done.
+        # torch.compile around DDP, not inside it: there gradients would be exchanged only after the whole backward.
         trained = (replayed if computation.graphs else compiled)(train_model, dtype)
     return Built(model, trained, local, compiled(model, dtype), optimizer, scaler, computation.graphs)
 
 
 def _recorded(model: GPT, plan: Plan) -> Callable[..., Tensor]:
-    """The model without an exchange, not compiled but replayed; it is called like the model."""
+    """The uncompiled model's loss, forward and backward as CUDA graphs, without exchange. Called like the model."""
     local, device = with_sums(model, plan.computation.dtype), plan.world.device
     shape = (plan.computation.micro_batch, plan.config.model.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)

@@ -50,7 +50,7 @@ def save(run_dir: Path, step: int, weights: dict, training: dict[str, Any], keep
 
 
 def begin(run_dir: Path, step: int, training: dict[str, Any], weights: dict | None = None) -> None:
-    """Write what one rank writes into `partial`: of a checkpoint in parts, each rank writes the rest itself."""
+    """Write into `partial` what one rank alone writes: training.pt and, if the model is not sharded, its weights."""
     folder = partial(run_dir, step)
     files = [folder / "training.pt"]
     _remove_leftovers(run_dir)
@@ -160,7 +160,7 @@ def saved(run_dir: Path) -> list[Path]:
 
 
 def _put_aside(path: Path) -> None:
-    """Rename it for _remove_leftovers. Deleted in place, half of it could survive a kill under its own name."""
+    """Rename it for _remove_leftovers to delete. Deleted in place, half of it could survive a kill under its name."""
     path.rename(path.with_suffix(f".{time.time_ns()}"))  # a unique one: earlier leftovers may still be there
 
 
@@ -208,7 +208,7 @@ def load_weights(checkpoint: Path, device: torch.device | str) -> dict[str, torc
 
 
 def load_parts(checkpoint: Path, into: dict[str, torch.Tensor]) -> None:
-    """Fill `parts.tensors` from a checkpoint that is in parts; raises as `load_weights`."""
+    """Fill `into`, which `parts.tensors` returned, in place from a sharded checkpoint; raises as `load_weights`."""
     path = checkpoint / PARTS
     _check_parts(checkpoint)
     with _readable(path, checkpoint):
@@ -251,7 +251,7 @@ def load_training(checkpoint: Path) -> dict[str, Any]:
 
 
 def in_parts(checkpoint: Path) -> bool:
-    """Whether the ranks of a sharded run wrote it."""
+    """Whether it is a sharded one, of which each rank wrote its part."""
     return (checkpoint / PARTS).is_dir()
 
 

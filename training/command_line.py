@@ -34,7 +34,7 @@ from .corrections import CONFIGS, correction, explained, options_of
 from .files import REMEDY
 from .optimizer import OptimizerName
 
-# A setting that means nothing alone -> what reads it; whether a config has that; the settings that decide it.
+# A setting without effect of its own -> what reads it, in words; whether a config has that; settings that decide so.
 _READ_WITH: dict[str, tuple[str, Callable[[Config], object], set[str]]] = {
     "trainer.init_positions": (
         "trainer.init_from",
@@ -100,13 +100,13 @@ def launch(task: Callable[[Config, Path], float | None], *, makes_run: bool, usa
 
 
 class _Job:
-    """What Hydra calls with a composed config, in a sweep once a run; pickled if each run has its own process."""
+    """What Hydra calls with each run's composed config; pickled where runs of a sweep have their own processes."""
 
     def __init__(
         self, task: Callable[[Config, Path], float | None], makes_run: bool, command: list[str]
     ) -> None:
         self.task, self.makes_run, self.command = task, makes_run, command
-        self.begun = self.elsewhere = False
+        self.begun = self.elsewhere = False  # Hydra has called `run`; this is a copy in a process of its own
         self.refused: list[str] = []  # printed at the end: a sweep continues with its other runs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,9 +152,9 @@ class _Job:
 
 
 class Sweep(jobs.Sweep):
-    """Says first which runs will be refused in their turn, for their settings; a search draws its runs later."""
+    """Hydra's callback: prints before a sweep which of its runs will be refused. (A search picks its runs later.)"""
 
-    trains = True  # `launch` says; otherwise what its runs compute with does not matter
+    trains = True  # set by `launch`: whether the runs train; if so, attention is checked on their device too
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         super().on_multirun_start(config)
@@ -177,7 +177,7 @@ class Sweep(jobs.Sweep):
 
 
 def _check_device(config: Config) -> None:
-    """Raise what a run in this process would raise for its device, as for an attention that does not run on it."""
+    """Raise what a run in this process would raise for its device, such as for an attention that cannot run there."""
     from .distributed import World, resolve_device  # loads torch
     from .plan import checked
 
@@ -230,7 +230,7 @@ def composed(*overrides: str) -> Config:
 
 
 def _typed(cfg: DictConfig, overrides: Iterable[str], command: Collection[str]) -> Config:
-    """The typed config; refuses a setting that nothing reads, unless a sweep varies what decides that."""
+    """The typed config. Refuses a setting that nothing reads, unless a sweep varies the setting that decides so."""
     config = from_hydra(cfg)
     varies = {word.lstrip("+").partition("=")[0]: word not in command for word in overrides}
     for setting, (reader, reads, decided_by) in _READ_WITH.items():

@@ -53,7 +53,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def cannot_load(error: Exception) -> str:
-    """What to say of an error in importing a torch whose libraries do not fit together; "" for another error."""
+    """The message for an import error of a torch whose libraries do not fit together; "" for any other error."""
     # The loader's errors name a library, then say why; errors about files have an errno.
     if getattr(error, "errno", None) is not None or not re.search(r"\.so[.\d]*(:|\s|$)", str(error)):
         return ""
@@ -205,9 +205,8 @@ class TrainerConfig:
     # torch.compile the model. null: on CUDA only (on a CPU it costs more than a short run gains).
     compile: bool | None = None
     # Record the launches of a micro-step and replay them, so that a slow host does not keep the GPU waiting. null: on
-    # CUDA, for a compiled model, unless it is in parts, blocks are recomputed, or ranks that share sequences do not
-    # gather their keys. true also replays the last of these, if no documents are packed, and on one GPU a model that
-    # is not compiled.
+    # CUDA, for a compiled model, unless it is sharded, blocks are recomputed, or ranks share sequences in a ring.
+    # true also replays a ring, if no documents are packed, and on one GPU a model that is not compiled.
     cuda_graphs: bool | None = None
     # Largest global gradient norm; 0 switches clipping off.
     grad_clip: float = 1.0
@@ -377,7 +376,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _either_side(value: int, able: list[int]) -> list[int]:
-    """Of ascending numbers, the last below `value` and the first above it, if there are any."""
+    """The nearest of the ascending numbers `able` below `value` and above it, if there are any."""
     return [*[n for n in able if n < value][-1:], *[n for n in able if n > value][:1]]
 
 

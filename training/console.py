@@ -91,7 +91,7 @@ class Progress:
             self._bar.last_print_t += other
 
     def report(self, step: int, loss: float, tokens_per_second: float | None) -> None:
-        """What the line says from now on; later steps are shown beside it, so it names its own."""
+        """Show this loss and speed on the line from now on. It names its step: the counter beside it goes on."""
         rate = f"{tokens_per_second:,.0f} tokens/s · " if tokens_per_second else ""
         # The time left is not known before the first step.
         self._bar.bar_format = f"{self._begin} · {{desc}}{{remaining}} left"

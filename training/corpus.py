@@ -1,4 +1,4 @@
-"""From `config.data` to tokens on disk: the one call train.py and prepare.py share."""
+"""From `config.data` to a prepared corpus on disk, as train.py and prepare.py both need it."""
 
 from __future__ import annotations
 

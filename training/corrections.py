@@ -1,4 +1,4 @@
-"""What to type instead of a mistake on the command line: a line with the nearest name, or with ours for nanoGPT's."""
+"""Error messages for mistakes on the command line: with the nearest name, or with our name for nanoGPT's."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _hint(key: str) -> str:
     return f"{group} has: {', '.join(inside)}" if inside else _ALL
 
 
-# For settings that take the same values.
+# nanoGPT's name -> ours, of settings that take the same values.
 _NANOGPT_NAMES = {
     "learning_rate": "optimizer.lr",
     "max_iters": "trainer.steps",
@@ -98,7 +98,7 @@ _NANOGPT_NAMES = {
     "out_dir": "hydra.run.dir",
     "wandb_project": "logger.project",
 }
-# For those that take others.
+# nanoGPT's name -> what to type, of settings that take other values.
 _NANOGPT_MEANINGS = {
     "warmup_iters": "schedule.warmup_fraction, which is warmup_iters / max_iters",
     "min_lr": "schedule.final_fraction, which is min_lr / learning_rate",

@@ -33,10 +33,10 @@ def resolve_graphs(
     gather_keys: bool = False,
     whole: bool = True,
 ) -> bool:
-    """Whether to replay; null: only a compiled model (another may be under a debugger), if that is possible and pays.
-    Raises ConfigError when it is asked for and impossible.
+    """Whether to use CUDA graphs. asked: trainer.cuda_graphs; None: for a compiled model only (another may be under a
+    debugger), where they are possible and faster. Raises ConfigError when they are asked for and impossible.
 
-    whole: attention does not cut what is compiled into several graphs, as one that reads on the host does.
+    whole: attention causes no graph break in what is compiled, as one does that reads tensors on the host.
 
     On several GPUs torch.compile cuts a step's last micro-step where a bucket of gradients is full, so each piece is
     recorded, and the exchange runs between them. On two H200 a step took 122.6 ms, and 171 to 245 without replays,
@@ -66,10 +66,10 @@ def resolve_graphs(
 
 
 class Local(nn.Module):
-    """The model where no exchange waits for gradients: they may be summed, and DDP's buckets do not cut it.
+    """The model without gradient exchange: kernels may add to gradients in place, and no DDP bucket splits its graph.
 
-    It has code of its own, since torch.compile looks up what it compiled by the code that is called, and does not ask
-    about DDP: of the model and its DDP in one mode, whichever came first would serve both (torch 2.13).
+    A module with a forward of its own, since torch.compile caches by the code object that is called, and does not
+    check for DDP: of the model and its DDP form in one mode, whichever came first would serve both (torch 2.13).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,18 +82,18 @@ class Local(nn.Module):
 
 
 def compiled_to_graphs(model: nn.Module, dtype: torch.dtype, *, whole: bool = True) -> nn.Module:
-    """`with_sums`, compiled and replayed."""
+    """`with_sums` under torch.compile, with CUDA graphs."""
     return replayed(with_sums(model, dtype, whole=whole), dtype)
 
 
 def with_sums(model: nn.Module, dtype: torch.dtype, *, whole: bool = True) -> Local:
-    """The model without an exchange. Each trained parameter gets a gradient of zeros, to be added to.
+    """The model as a `Local`, each trained parameter with a gradient of zeros that every backward adds to.
 
-    Our linear layers, loss and embedding add to these themselves, with fewer roundings, so the bits are not those of
-    a run without replays.
+    Our linear layers, loss and embedding add to these in their own kernels, with fewer roundings, so the bits are not
+    those of a run without CUDA graphs.
 
-    whole: it is one graph, in which the loss and the embedding may add to one weight's gradient. With several graphs
-        the embedding's finds that gradient changed by the loss's, which autograd refuses.
+    whole: no graph break, so the loss and the embedding may both add to the tied weight's gradient. With several
+        graphs the embedding's finds that gradient changed by the loss's, which autograd refuses.
     """
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -110,7 +110,7 @@ def with_sums(model: nn.Module, dtype: torch.dtype, *, whole: bool = True) -> Lo
 
 
 def replayed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`precision.compiled`, with replays. The gradients must exist when it is called."""
+    """`precision.compiled` with CUDA graphs. Gradients must be allocated before the result is called."""
     compiled(model, dtype)  # for an older torch's cache tag; it compiles nothing before the first call
     return fusion.compiled(model, mode="reduce-overhead")
 
@@ -129,7 +129,7 @@ class _Loss(nn.Module):
 def recorded(
     model: nn.Module, loss: Callable[..., Tensor], like: Sequence[Tensor], pool: Any = None
 ) -> Callable[..., Tensor]:
-    """A loss that is not compiled, its forward and its backward recorded; for `add_gradients`.
+    """An uncompiled loss, its forward and backward captured as CUDA graphs. `add_gradients` takes its gradients.
 
     Args:
         model: as `with_sums` prepared it; its gradients are zeros, and are zeros again afterwards.
@@ -140,16 +140,16 @@ def recorded(
     replay = torch.cuda.make_graphed_callables(
         _Loss(model, loss), tuple(like), allow_unused_input=True, pool=pool
     )
-    # The runs before the recording, which compile the kernels, have added to the gradients.
+    # The warm-up runs before the capture, which compile the kernels, have added to the gradients.
     torch._foreach_zero_([each.grad for each in model.parameters() if each.grad is not None])
     return replay
 
 
 def add_gradients(loss: Tensor, model: nn.Module, graphs: bool = False) -> None:
-    """As loss.backward(), but where gradients are there, without post-accumulate-grad hooks: autograd would launch a
-    kernel for each parameter, this launches a few, and holds all new gradients until then.
+    """As loss.backward(), but it adds to existing gradients at the end, all in a few launches; autograd launches one
+    per parameter. So it holds all new ones until then, and runs no post-accumulate-grad hooks.
 
-    Without graphs in the calling thread: autograd's own waits for Python's lock at each operator of ours.
+    Without graphs in the calling thread: autograd's own thread waits for Python's lock at each of our operators.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.autograd.set_multithreading_enabled(graphs):

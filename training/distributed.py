@@ -23,7 +23,7 @@ from .precision import forget_compiled
 
 
 @dataclass(frozen=True)
-class World:
+class World:  # this process's device and rank, and collectives over all ranks
     device: torch.device
     rank: int = 0
     size: int = 1
@@ -40,7 +40,7 @@ class World:
         return values
 
     def totals(self, values: torch.Tensor) -> list[float]:
-        """The numbers of that sum.
+        """That sum as Python numbers.
 
         Not by `tolist`: while a thread waits in a copy into pageable memory, no other can copy, and `rescue` has to
         while this one waits for a lost rank (measured: kernels/log/step.md). `item` does not use such memory.
@@ -48,13 +48,13 @@ class World:
         return [each.item() for each in self.sum(values)]
 
     def gather(self, value: float) -> list[float]:
-        """Every rank's `value`."""
+        """Every rank's `value`, in the order of ranks."""
         values = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         values[self.rank] = value
         return self.totals(values)
 
     def share(self, value: Any) -> Any:
-        """Rank 0's `value`, on every rank."""
+        """Rank 0's `value`, on every rank; None says nothing and only makes the others wait for rank 0."""
         if self.size == 1:
             return value
         box = [value]

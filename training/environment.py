@@ -1,4 +1,4 @@
-"""Where a run ran: the facts a reader needs to trust or repeat its numbers."""
+"""The facts of environment.json: command, versions, device and commit, to trust or repeat a run's numbers by."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def _or_none(fact: Callable[[], object]) -> object:
 
 
 def _triton_version() -> str:
-    """That of the Triton that is imported: the metadata may be another's, later on the path."""
+    """The version of the Triton that is imported: the package metadata may be of another one, later on the path."""
     import triton
 
     return triton.__version__
 
 
 def _ptxas_version() -> str:
-    """That of the assembler which Triton calls, its own or TRITON_PTXAS_PATH's: registers and spills depend on it."""
+    """The version of the ptxas that Triton calls, its own or TRITON_PTXAS_PATH's, on which register spills depend."""
     from triton import knobs
 
     return knobs.nvidia.ptxas.version

@@ -48,7 +48,7 @@ class Evaluation:
 
 
 def beginning(split: TokenSplit, tokens: int, tokenizer: tiktoken.Encoding) -> TokenSplit:
-    """The first part of a split, of which `tokens` tokens are predicted, or all if it has no more."""
+    """A view of the first part of a split, in which `tokens` tokens are predicted; all of it, if it has no more."""
     if tokens >= split.tokens - 1:
         return split
     part = copy.copy(split)

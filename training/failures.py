@@ -1,4 +1,4 @@
-"""How a run fails: it diverges, or memory is full; where that shows, and what to do."""
+"""Detects that a run diverges, and words the errors for divergence and full memory, with what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .parallel.config import Recompute
 def fault(
     loss: float, norm: float, grad_norms: torch.Tensor, model: torch.nn.Module, scaler: torch.amp.GradScaler
 ) -> str | None:
-    """What is wrong with a step, None if nothing.
+    """Why a run has to give up after a step, in words; None if it need not.
 
     loss: the mean over all ranks. norm: of all gradients; grad_norms: of each trained parameter's, in order.
     """
@@ -41,7 +41,7 @@ def fault(
 
 
 def diverged(why: str, done: int, broken: int, run_dir: Path, dtype: torch.dtype, rounded: bool) -> str:
-    """What to say of a run that ends at step `done`.
+    """The message for a run that ends at step `done`, as it has diverged.
 
     broken: the step whose weights failed; only an older checkpoint is named. rounded: whether attention's backward
     uses an output that was rounded to 16 bits, from which runs diverge (kernels/log/hopper_backward.md), and which
@@ -55,7 +55,7 @@ def diverged(why: str, done: int, broken: int, run_dir: Path, dtype: torch.dtype
 
 
 def out_of_memory(config: Config, ranks: World) -> str:
-    """What to say of full memory, with the largest micro-batch that needs at most half as much."""
+    """The message for full memory. It names the largest divisor of the micro-batch up to half of it."""
     _, micro_batch = config.accumulation_steps(ranks.size // config.parallel.context)
     full = f"{ranks.device} is out of memory with trainer.micro_batch={micro_batch}"
     if micro_batch == 1:

@@ -143,7 +143,7 @@ def accuracy(
 
 
 def _log_likelihoods(model: GPT, endings: list[Ending], device: torch.device) -> torch.Tensor:
-    """Those of the endings after their contexts, float32 (endings,); too long a context loses its beginning."""
+    """Log-likelihoods of endings after their contexts, float32 (endings,); too long a context loses its beginning."""
     kept = [ending.tokens[-model.config.seq_len - 1 :] for ending in endings]
     length = max(map(len, kept)) - 1
     inputs = torch.zeros(len(kept), length, dtype=torch.int64)

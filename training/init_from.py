@@ -36,8 +36,8 @@ class InitialWeights(NamedTuple):
     source: str  # the folder they were read from
     state: dict[str, torch.Tensor]
     model: GPTConfig
-    tokenizer: str  # what to type for it
-    same_tokenizer: bool  # as this run's
+    tokenizer: str  # theirs, as the setting to type: data.tokenizer=...
+    same_tokenizer: bool  # whether it is this run's
     positions: str = ""  # what became of the position embeddings, if seq_len is another
 
 
@@ -90,7 +90,7 @@ def with_positions(
 
 
 def _told(theirs: GPTConfig, seq_len: int, how: Positions) -> str:
-    """What became of the positions, for the banner."""
+    """How the table of positions was cut or extended, in words for the banner; empty if it was not."""
     if theirs.seq_len == seq_len:
         return ""
     return f"positions {theirs.seq_len:,} -> {seq_len:,}: {'cut' if seq_len < theirs.seq_len else how.value}"
@@ -143,7 +143,7 @@ def _tokens_in(folder: Path) -> dict[str, int] | None:
 
 
 def _differing(theirs: GPTConfig, ours: ModelConfig) -> tuple[list[str], list[str]]:
-    """Where the shape of `ours` differs from `theirs`, and what to type for theirs; a model of configs/ by name."""
+    """Settings in which the shape of `ours` differs, and what to type for `theirs`; a preset of configs/ by name."""
     has = [f"model.{name}={value}" for name, value in _shape(ours).items() if value != _shape(theirs)[name]]
     base: GPTConfig = ours
     needs = []

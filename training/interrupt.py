@@ -18,7 +18,7 @@ class StopRequested(Exception):
 
 
 class Interrupt:
-    """Whether the run was told to stop."""
+    """Receives signals to stop, and lets all ranks agree, after every step, on whether to do so."""
 
     def __init__(self, ranks: World) -> None:
         # torchrun kills a rank 30 s after passing a signal on, and the next log step may come later than that. So the

@@ -78,7 +78,7 @@ def _check_search(hydra: DictConfig) -> None:
 
 
 class Sweep(Callback):
-    """What every sweep does, whatever makes its runs."""
+    """Hydra's callback around a sweep, with any sweeper and launcher."""
 
     folder: Path | None = None  # that this process made
 

@@ -18,7 +18,7 @@ from .config import ConfigError, Layers
 def resolve_layers(
     asked: Layers, option: str, device: torch.device, lacking: str | None = None, unmeasured: bool = False
 ) -> Layers:
-    """torch or fused. lacking: a setting of the model that has no fused form. unmeasured: auto takes torch.
+    """torch or fused. lacking: a setting without a fused form. unmeasured: fused was not timed, auto takes torch.
 
     Raises ConfigError or kernels.AttentionError when `option` asks for what cannot run.
     """

@@ -1,4 +1,4 @@
-"""The model of a run, to sample from, and what its directory says of it."""
+"""Loads the model and the tokenizer of a run directory, to sample from or to export."""
 
 from __future__ import annotations
 

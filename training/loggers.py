@@ -1,4 +1,4 @@
-"""Where metrics go: what a logger is, and the one that every run has, metrics.csv."""
+"""Loggers of metrics: the columns, the base class, and the logger that every run has, metrics.csv."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Logger:
 
 
 class Kept(NamedTuple):
-    """What a run that is resumed in its own directory keeps of metrics.csv."""
+    """The rows of metrics.csv that a run keeps when it is resumed in its own directory."""
 
     rows: list[dict[str, str]]
     abandoned: int  # the step of the last row that is dropped; 0: none is

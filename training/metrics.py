@@ -1,4 +1,4 @@
-"""What a run measures of itself: tokens per second, where a step's time goes, MFU and peak memory."""
+"""The perf/ metrics: tokens per second, the time of a step and its phases, MFU, peak memory, the slowest rank."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ Batch = TypeVar("Batch")
 
 
 class Throughput:
-    """The time of a step and of its phases, without warm-up, evaluation and checkpoints.
+    """Measures the time of a step and of its phases, without warm-up, evaluation and checkpoints.
 
-    `mark` closes a window at a step; `resume` starts the next one, and drops what came since the last mark. A window
-    is measured between two synchronised clock reads, so its phases need no synchronisation of their own: see Phases.
+    A window: consecutive steps between two synchronised clock reads, so phases need no synchronisation of their own
+    (see Phases). `mark` ends one and starts the next; `resume` starts anew, and drops the steps since the last mark.
 
     Times are dicts of mean seconds a step: `step`, and as parts of it `data` (until a batch is on the device),
     `forward_backward`, `blocks` (a sharded model's, in which no rank waits for parts), `attention` (where ranks share
@@ -82,7 +82,7 @@ class Throughput:
         self._phases = Phases(world.device)
 
     def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """`batches`; the time until each is there counts as `data`, and what follows as `forward_backward`."""
+        """Pass batches on: the time until each arrives counts as `data`, what follows as `forward_backward`."""
         self._phases.begin("data")
         for batch in batches:
             self._phases.begin("forward_backward")
@@ -90,11 +90,11 @@ class Throughput:
             self._phases.begin("data")
 
     def begins(self, phase: str) -> None:
-        """What follows counts as `phase`, until another begins or the step ends."""
+        """Count the time from now on as `phase`, until another begins or the step ends."""
         self._phases.begin(phase)
 
     def attends(self) -> AbstractContextManager[None]:
-        """What is done within counts as `attention`, if it is part of a step; what follows, as the phase before."""
+        """Context: its time counts as `attention`, if it is part of a step; what follows, as the phase before."""
         return self._phases.within("attention")
 
     def step(self) -> None:
@@ -149,12 +149,12 @@ class Phases:
         self._stamps.append((phase, self._now()))
 
     def end(self) -> None:
-        """What follows is not counted."""
+        """Count the time from now on as no phase."""
         self._stamps.append((None, self._now()))
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """`phase` within another one, which then goes on. Outside any phase, as in an evaluation, nothing counts."""
+        """Context: `phase` inside another, which then goes on. Outside any, as in an evaluation, nothing counts."""
         outer = self._stamps[-1][0] if self._stamps else None
         if outer:
             self.begin(phase)
@@ -237,7 +237,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def _peak_resident_bytes() -> int:
-    """Of this process, since it began or reset_peak_memory ran. Linux's ru_maxrss would count a larger parent's."""
+    """The process's peak, from its start or reset_peak_memory on. Linux's ru_maxrss would count a larger parent's."""
     if sys.platform == "linux":
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

@@ -30,9 +30,9 @@ def matrices(model: nn.Module) -> Rows:
 
 
 class MuonAdamW(Optimizer):
-    """One optimizer to its users: its first group and its state are also Muon's, the others AdamW's.
+    """A torch Muon and a torch AdamW behind one optimizer. The first group is Muon's, the others are AdamW's.
 
-    Muon is given views of the parameters, a map each, and of their momenta.
+    Both share this one's state. Muon steps views of the parameters and momenta, of c_attn three.
     """
 
     def __init__(self, rows: Rows, adamw: AdamW, lr: float, weight_decay: float, momentum: float) -> None:
@@ -47,7 +47,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Pass on the state and the groups that loading a state dict has replaced."""
+        """Give both this optimizer's state and groups, which loading a state dict replaces."""
         self.adamw.state, self.adamw.param_groups = self.state, self.param_groups[1:]
         momenta = [
             self.state[parameter]["momentum_buffer"].split(self.rows[parameter]) for parameter in self.rows

@@ -111,8 +111,8 @@ def update(
 ) -> torch.Tensor:
     """Clip the gradients to a norm, take the optimizer's step, and drop the gradients, or zero them if they are kept.
 
-    If they are kept, the weights that `kernels.layers.linear` multiplies by are cast again, and all of this but the
-    norms is one pass of our own where possible (kernels/layers/adamw.py).
+    If they are kept, the cast copies of weights that `kernels.layers.linear` multiplies by are updated, and all of
+    this but the norms is one pass of our own where possible (kernels/layers/adamw.py).
 
     Returns the norm of each parameter's gradient before clipping, float32 (parameters,), still on the device: after
     clipping by a norm that is not finite, the gradients no longer tell where it came from. With an enabled scaler,

@@ -1,4 +1,4 @@
-"""What a run will do, resolved once: what every `auto` and null of its config became, and where it begins."""
+"""The Plan of a run: what every `auto` and null of its config became, its corpus, and the step that it begins at."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from .resume import AUTO, FROM_THE_START, Start, resume_path, start_at
 
 @dataclass(frozen=True)
 class Computation:
-    """How a model's steps are computed on a device."""
+    """How a run computes its steps: attention, layers, precision, compilation and micro-batches, as resolved."""
 
     attention: str
-    attention_fn: AttentionFn  # of whole sequences, where no ranks share them
-    attention_tier: str | None
+    attention_fn: AttentionFn  # of whole sequences; ranks that share sequences train with `in_ring` instead
+    attention_tier: str | None  # which of the backend's sets of kernels runs; None: it has only one
     why_portable: str | None  # why attention on a Hopper GPU runs the portable kernels; for the banner
     precise_delta: bool
-    dtype: torch.dtype
-    loss: Layers
+    dtype: torch.dtype  # of activations and matrix products, by autocast
+    loss: Layers  # torch or fused, as the next
     block: Layers
     compiled: bool
-    gather_keys: bool  # those of ranks that share a sequence
-    graphs: bool
-    whole: bool  # torch.compile makes the model one graph
+    gather_keys: bool  # ranks that share a sequence gather all its keys and values, and form no ring
+    graphs: bool  # micro-steps are replayed as CUDA graphs
+    whole: bool  # the attention causes no graph break: torch.compile makes the model one graph
     accumulation: int  # micro-steps per optimizer step
     micro_batch: int  # sequences per micro-step and rank
 
@@ -69,9 +69,9 @@ class Computation:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before its first step. None of it changes later, and whatever reports on the run reads it here."""
+    """What is decided before a run's first step. Nothing changes it later; what reports on the run reads it."""
 
-    config: Config  # with what the tokenizer and the starting point decide
+    config: Config  # with the settings that the tokenizer and the starting point decide filled in
     run_dir: Path
     world: World
     computation: Computation
@@ -82,20 +82,20 @@ class Plan:
 
     @cached_property
     def shape(self) -> GPT:
-        """The model without memory."""
+        """The model on the meta device, without memory: to count its parameters and FLOPs."""
         with torch.device("meta"):
             return build_gpt(self.config.model, self.computation.attention_fn)
 
     @cached_property
     def blocks_at_once(self) -> int | None:
-        """Blocks whose parts are gathered at once; None: the model is not in parts."""
+        """How many blocks of a sharded model are gathered at once; None: the model is not sharded."""
         parallel, tokens = self.config.parallel, self.computation.micro_batch * self.config.model.seq_len
         if parallel.shard is Shard.none:
             return None
         return parallel.blocks_at_once or blocks_at_once(self.shape, tokens // self.layout.context_size)
 
     def facts(self) -> dict[str, Any]:
-        """What was resolved, as facts.json has it."""
+        """The content of facts.json: what was resolved, and sizes."""
         return {
             **self.computation.facts(),
             "blocks_at_once": self.blocks_at_once,
@@ -107,7 +107,7 @@ class Plan:
         }
 
     def model(self, generator: torch.Generator) -> GPT:
-        """The model on the CPU, where it is drawn: the same weights on any device, with any attention."""
+        """A new model, its weights drawn on the CPU: the same for any device and with any attention."""
         computation = self.computation
         layers = {"loss": computation.loss, "block": computation.block}
         attention, part = computation.attention_fn, part_of(self.layout)
@@ -126,7 +126,7 @@ class Plan:
 def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialWeights | None]:
     """The plan of a run, and the weights that trainer.init_from names.
 
-    What cannot work is refused here: first by checks that take no time, then by steps that do, such as the corpus.
+    What cannot work is refused here, first by checks that take no time, then by steps that do, such as tokenising.
     Raises ConfigError, data.DataError or kernels.AttentionError.
     """
     # Before the tokenizer is downloaded, whose error would hide these.
@@ -144,7 +144,7 @@ def resolve(config: Config, run_dir: Path, ranks: World) -> tuple[Plan, InitialW
         # An absolute path: sampling may run in another folder.
         data=dataclasses.replace(config.data, tokenizer=findable(config.data.tokenizer)),
     )
-    # The checkpoint itself: the newest of its run may change.
+    # The checkpoint's own path: which one is the newest of its run may change.
     config = _with_trainer(config, init_from=initial.source if initial else start.init_from)
     positions = initial.positions if initial else ""
     plan = Plan(config, run_dir, ranks, computation, corpus, layout, positions, FROM_THE_START)
@@ -164,7 +164,7 @@ def checked(config: Config, ranks: World) -> tuple[Layout, Computation]:
 
 
 def _check_best(plan: Plan) -> None:
-    """Raise ConfigError where the best checkpoint so far was chosen by losses of other tokens than this run's."""
+    """Raise ConfigError where the best checkpoint so far was chosen by a loss over other tokens than this run's."""
     best = plan.world.share(checkpoint.best(plan.run_dir)) if plan.config.trainer.keep_best else None
     if best is None or best.path > checkpoint.at(plan.run_dir, plan.start.step):
         return
@@ -180,7 +180,7 @@ def _check_best(plan: Plan) -> None:
 
 
 def _check_whole(config: Config) -> None:
-    """Raise ConfigError for what needs a whole model while ranks train parts of one, or parts of a sequence."""
+    """Raise ConfigError for settings that need whole models or sequences, where ranks have parts of them."""
     parallel = config.parallel
     splits = {"parallel.shard": parallel.shard is not Shard.none, "parallel.context": parallel.context > 1}
     instead = {
@@ -243,11 +243,11 @@ def _computation(config: Config, ranks: World, layout: Layout) -> Computation:
 
 
 def _drifts(config: Config, attention: str, dtype: torch.dtype) -> bool:
-    """Whether a run that sets no attention.precise_delta keeps the rounding error of attention's output.
+    """What attention.precise_delta is where the config leaves it null: keep the rounding error of attention's output?
 
     Without it, in bf16, a model of 25 M parameters diverged at context 4096, and did not at 2048
     (kernels/log/hopper_backward.md). On the Hopper kernels it costs 1 to 2 % of attention's time there. A ring does
-    not have it; nor do the Hopper kernels, if asked for by name, with every feature.
+    not have it; nor does tier=hopper with every feature.
     """
     asked = config.attention
     can = attention == "flash" and config.parallel.context == 1 and asked.tier != "hopper"
@@ -255,7 +255,7 @@ def _drifts(config: Config, attention: str, dtype: torch.dtype) -> bool:
 
 
 def _with_vocabulary(config: Config) -> ModelConfig:
-    """The model's config with what the tokenizer decides."""
+    """The model's config with vocab_size and document_end, which the tokenizer decides."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     if config.model.vocab_size not in (None, tokenizer.n_vocab):
         raise ConfigError(

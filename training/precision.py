@@ -1,4 +1,4 @@
-"""The precision a run computes in, and how it becomes part of the key of an older torch.compile's cache."""
+"""The dtype that a run computes in, and torch.compile and weight casts under autocast to it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -45,10 +45,10 @@ def compiled(
 
 
 def cast_together(model: nn.Module, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """The model as it is called under autocast to dtype, the weights of its linear layers cast in a few launches.
+    """The model for calls under autocast to dtype, the weights of its linear layers cast together, in a few launches.
 
     Autocast casts them one by one, and autograd their gradients: 96 launches in a micro-step of GPT-2 small, for
-    which a GPU may wait. The bits are the same. The gradients come when the last is there: too late for DDP.
+    which a GPU may wait. The bits are the same. All gradients arrive with the last: too late for DDP to overlap.
     """
     layers = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, Linear)}
     weights = {name: each.weight for name, each in layers.items() if each.weight.requires_grad}

@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, or at a checkpoint that it resumes from, and what has changed since."""
+"""Resuming: the Start of a run, at step 0 or at a checkpoint, and what has changed between the two runs."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ _RESOLVED = {
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins; without a checkpoint at step 0."""
+    """Where a run begins: at a checkpoint that it resumes from, or at step 0."""
 
     checkpoint: Path | None = None
     path: str = ""  # as trainer.resume names it
     step: int = 0
     seconds: float = 0.0  # how long it had run by then
     init_from: str | None = None  # where its first weights came from
-    identity: dict[str, Any] = field(default_factory=dict)
-    # What differs from the checkpoint's run: [was, is].
+    identity: dict[str, Any] = field(default_factory=dict)  # `identity` of the checkpoint's run
+    # Settings and facts that differ from the checkpoint's run: name -> [was, is].
     changed: dict[str, list] = field(default_factory=dict)
     history: dict[str, dict[str, list]] = field(default_factory=dict)  # what each resume changed, by its step
     warm_up: str | None = None  # what to say if the schedule warms up once more
 
     def checked(self, config: Config, corpus: Corpus, facts: dict[str, Any], into: Path) -> Start:
-        """This start of a run in `into`, with what has changed. Raises ConfigError if this does not continue that."""
+        """This, with `changed`, `history`, `warm_up`. Raises ConfigError if a run in `into` cannot go on from it."""
         run_dir = self.checkpoint.parent.parent
-        # Where a checkpoint is older than a setting, it was trained with the default.
+        # A checkpoint that is older than a setting was trained with its default.
         older = _tensors(GPTConfig(), OptimizerConfig())
         was, now = flatten(older) | flatten(self.identity), flatten(identity(config, corpus))
         before = _settings(run_dir / "config.yaml")
@@ -108,7 +108,7 @@ FROM_THE_START = Start()
 
 
 def resume_path(config: Config, run_dir: Path) -> str | None:
-    """What to resume from: trainer.resume, and for auto the run directory once it has a checkpoint."""
+    """The path to resume from: trainer.resume; for auto the run directory, once it has a checkpoint; or None."""
     if config.trainer.resume != AUTO:
         return config.trainer.resume
     return str(run_dir) if checkpoint.saved(run_dir) else None
@@ -136,10 +136,10 @@ def start_at(path: str) -> Start:
 def load_state(
     start: Start, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
-    """The checkpoint's weights, moments and gradient scale; learning rates and decays stay this run's."""
+    """Load the checkpoint's weights, moments and gradient scale in place; learning rates, decays stay this run's."""
     state = checkpoint.load_training(start.checkpoint)
     into = parts.tensors(model, optimizer)
-    if "optimizer" not in state:  # it is in parts, even where they are lost
+    if "optimizer" not in state:  # a sharded checkpoint, even where its parts are lost
         checkpoint.load_parts(start.checkpoint, into)
     else:
         named = enumerate(parts.optimized(model, optimizer))
@@ -150,7 +150,7 @@ def load_state(
 
 
 def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
-    """What must not differ on resume, so that the run continues with the batches it would have seen."""
+    """The settings that must be the same on resume, so that the run goes on with the batches it would have seen."""
     return {
         **_tensors(config.model, config.optimizer),
         "corpus": corpus.fingerprint,
@@ -161,7 +161,7 @@ def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
 
 
 def _tensors(model: GPTConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Its part that decides which tensors a checkpoint has, and their groups: the settings, as one can hold them."""
+    """The part of `identity` that decides which tensors a checkpoint has, and their groups, as plain values."""
     values = {f.name: getattr(model, f.name) for f in dataclasses.fields(GPTConfig)}
     return {
         "model": {name: value.value if isinstance(value, Enum) else value for name, value in values.items()},
@@ -208,7 +208,7 @@ def _changed(was: dict[str, Any], config: Config, ignoring: tuple[str, ...]) -> 
 
 
 def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:
-    """What to say where this run's schedule would warm up at `step`, though the run so far has done so."""
+    """The remark that this run's schedule warms up at `step`, if the run so far has already done so; or None."""
     if not {"schedule.warmup_fraction", "trainer.steps"} <= was.keys():
         return None
     steps = config.trainer.steps
@@ -223,7 +223,7 @@ def _warm_up(was: dict[str, Any], config: Config, step: int) -> str | None:
 
 
 def _history(known: dict[str, dict], step: int, changed: dict[str, list]) -> dict[str, dict[str, list]]:
-    """What each resume changed, by its step, this one included. known: the same, of earlier resumes.
+    """Step of each resume -> the settings that it changed, with this resume. known: the same without it.
 
     What an earlier resume changed after `step` counts as changed at `step`, where this run branches off.
     """

@@ -1,4 +1,4 @@
-"""What a run writes to disk and prints when it begins and when it ends."""
+"""The run directory: who may train in it, and what a run writes there and prints, at its start and its end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OF_A_HOST = (
 def claimed(config: Config, run_dir: Path, ranks: World) -> Iterator[None]:
     """Hold the run directory, so that no other process trains in it. Raises ConfigError if this run may not.
 
-    Rank 0 decides: only it has the directory and the key.
+    Rank 0 decides: others may have neither the directory nor wandb's key.
     """
     _check_alike(config, ranks)
     lock = FileLock(run_dir / LOCK)
@@ -115,9 +115,9 @@ def _check_corpus(plan: Plan) -> None:
 
 
 class Recorder:
-    """A run's files, its rows of metrics and its clock. On all ranks but 0 there is only the clock.
+    """Writes a run's files and its rows of metrics, and keeps its clock; on all ranks but 0, only the clock.
 
-    Making one asks wandb, which may refuse the run: nothing of an earlier run is touched before `begin`.
+    The constructor starts wandb, which may refuse the run: nothing of an earlier run is touched before `begin`.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -214,7 +214,7 @@ class Recorder:
 
 
 def stopped(plan: Plan, done: int, window_seconds: Iterable[float] = ()) -> str:
-    """What to say of a run that was told to stop: where it is, how to resume it, and what may have made it slow."""
+    """The message for a run that was told to stop: its step, how to resume it, and what may have made it slow."""
     speeds = [plan.config.trainer.batch_tokens / seconds for seconds in window_seconds]
     slowed = noise(speeds, plan.world.device.type == "cpu")
     return _where_it_is(plan, done) + (f"\nits speed {slowed}" if slowed else "")

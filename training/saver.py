@@ -1,4 +1,4 @@
-"""A run's checkpoints: whole or in parts, with the best kept, and one saved by what is left when a rank is lost."""
+"""Saves a run's checkpoints, sharded or not, keeps the best, and when a rank is lost, saves from one that is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .resume import identity
 
 
 class Saver:
-    """Saves what was built. All ranks call its methods together, except `rescue`.
+    """Saves the model and optimizer of a Built. All ranks call its methods together, except `rescue`.
 
     seconds: how long the run has taken so far, for its checkpoint.
     """
@@ -38,7 +38,7 @@ class Saver:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """A whole model is updated within it; `rescue` saves only a state from between two updates."""
+        """Context of an optimizer step, unless the model is sharded: `rescue` saves only states from between two."""
         with self._updating:
             self._updates[0] += 1
             yield
@@ -58,7 +58,7 @@ class Saver:
             self._updated.synchronize()  # releases Python's lock
 
     def save(self, done: int, seconds: float) -> None:
-        """Save what is there after `done` steps; parts are copied, and written while training goes on."""
+        """Save the state after `done` steps. Of a sharded model it is copied, and written while training goes on."""
         model, optimizer = self._built.model, self._built.optimizer
         if self._parts:
             self._parts.save(done, parts.tensors(model, optimizer), self._state(seconds))
@@ -105,7 +105,7 @@ class Saver:
         checkpoint.save(self._run_dir, done, weights, state, self._keep)
 
     def _state(self, seconds: float) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
+        """The entries of training.pt other than the step and the optimizer's state."""
         return {
             "scaler": self._built.scaler.state_dict(),
             "seconds": seconds,

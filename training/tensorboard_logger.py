@@ -1,4 +1,4 @@
-"""The same metrics for TensorBoard: `tensorboard --logdir runs`."""
+"""The logger for TensorBoard: the metrics of metrics.csv, for `tensorboard --logdir runs`."""
 
 from __future__ import annotations
 

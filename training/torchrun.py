@@ -1,4 +1,4 @@
-"""What torchrun told this process, readable before torch is loaded."""
+"""torchrun's environment variables, and errors that its ranks print once; without importing torch."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def is_main_rank() -> bool:
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Where the ranks of a host exit with a line, mostly the same one, only the first rank prints it.
+    """Context: if the ranks of a host exit with an error line, mostly the same one, only the first rank prints it.
 
     When that rank has exited, torchrun ends the others. One that is not ended in a while has a line of its own. Every
     rank's line is in torchrun's summary, which comes last and is longer.

@@ -1,4 +1,4 @@
-"""One training run, top to bottom: build, loop, evaluate, save, report."""
+"""One training run: `train` is the entry point, `Trainer` builds what the plan says and runs the loop over steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .saver import Saver
 from .schedule import learning_rate
 from .seeds import stream_seed
 
-# How many times as long as the median rank a rank may compute before it is named.
+# A rank that computes longer than this multiple of the median rank's time is reported as slow, once.
 FALLS_BEHIND = 1.5
 Batch = TypeVar("Batch")
 
@@ -46,7 +46,7 @@ Batch = TypeVar("Batch")
 def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
     """Train as `config` says, leave a complete run in `run_dir`, and return what its summary.json holds.
 
-    Raises ConfigError, data.DataError or kernels.AttentionError, each one line, for errors that a user can fix.
+    All ranks call it. An error that a user can fix is a ConfigError, DataError or AttentionError, of one line.
     """
     with world(config.trainer.device) as ranks:
         begun = False
@@ -61,7 +61,7 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
                 begun = True
                 summary = trainer.run()
         except RuntimeError as error:
-            # From the first step on, the watch says which rank has ended.
+            # In Trainer.run the watch reports which rank has ended; before that, only that rank's own error does.
             if not begun and is_of_a_collective(error):
                 why = "another rank has ended before the first step: its own line says why."
                 raise ConfigError(why) from error
@@ -77,10 +77,10 @@ def train(config: Config, run_dir: str | Path) -> dict[str, Any]:
 
 
 class Trainer:
-    """What a plan says, built: batches, model, optimizer; and the loop over them."""
+    """The objects of a run (batches, model, optimizer, saver, ...), built from its Plan, and the loop over steps."""
 
     def __init__(self, config: Config, run_dir: Path, ranks: World) -> None:
-        # What an earlier run of a sweep compiled holds memory, and would count against what this one compiles.
+        # What an earlier run of a sweep compiled holds memory, and counts towards torch.compile's recompile limit.
         forget_compiled()
         reset_peak_memory(ranks.device)
         self.plan, initial = resolve(config, run_dir, ranks)
@@ -94,7 +94,7 @@ class Trainer:
             corpus.tokenizer(config.data.tokenizer),
         )
         self.validation = EvaluationBatches(corpus.val, seq_len, sequences)
-        self.beginning = None  # what evaluations before the last one are of
+        self.beginning = None  # the part of the split that all evaluations but the last read; None: all of it
         if config.trainer.eval_tokens:
             part = beginning(corpus.val, config.trainer.eval_tokens, tokenizer)
             self.beginning = EvaluationBatches(part, seq_len, sequences)
@@ -108,24 +108,24 @@ class Trainer:
         self.sharded = config.parallel.shard is not Shard.none
         self.saver = Saver(self.plan, built)
         self.watch = Watch(ranks, config.parallel.timeout, self._rescue)
-        self.slow: set[int] = set()  # the ranks that were named as slow
+        self.slow: set[int] = set()  # ranks already reported as slow
 
     # ---- the run ---------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step, evaluate, report. A signal ends it sooner: it saves, and raises SystemExit."""
+        """Train to the last step, and return the summary. After a signal to stop it saves and raises SystemExit."""
         self.recorder = Recorder(self.plan)
         self.interrupt = Interrupt(self.world)  # the ranks meet here: by now each has its watch
         self.done = self.plan.start.step
         summary: dict[str, Any] = {}
         try:
-            # An event stamped while a CUDA graph is recorded has no time of its own, and replays stamp no other.
+            # An event recorded while a CUDA graph is captured has no time to read, and a replay records no other.
             attends = nullcontext if self.plan.computation.graphs else self.throughput.attends
             with self.interrupt.listening(), self.watch.watching(), passes_within(attends):
                 self.recorder.begin()
                 steps = self.config.trainer.steps
                 self.progress = Progress(self.plan.start.step, steps, shown=self.world.is_main)
-                # Told to stop, the run then ends below, as a finished one does.
+                # After StopRequested `summary` is still empty, which tells the code below that the run was stopped.
                 with closing(self.progress), suppress(StopRequested):
                     summary = self._summary(self._train())
                 self.saver.finish()
@@ -135,20 +135,20 @@ class Trainer:
                 print(stopped(self.plan, self.done, self.throughput.windows), flush=True)
         except BaseException as error:
             summary = {}  # tells the loggers that the run failed
-            if isinstance(error, Exception):  # nobody stopped it
+            if isinstance(error, Exception):  # not an interrupt or an exit
                 self.recorder.alert(str(error) if isinstance(error, ConfigError) else repr(error))
             raise
         finally:
-            # Last: online, wandb may take long to close, and the run's own files are whole by then.
+            # Last, since wandb may take long to close when it is online: the run's own files are complete by now.
             self.recorder.finish(summary)
         if not summary:
-            # If a rank exited before rank 0 has saved, torchrun would end rank 0 as well.
+            # Wait for rank 0: if a rank exited before rank 0 has saved, torchrun would end rank 0 as well.
             self.world.share(None)
             raise SystemExit(128 + self.interrupt.signal)
         return summary
 
     def _train(self) -> Evaluation:
-        """Take every step that is left, and return the last evaluation. Raises StopRequested, once all is saved."""
+        """Run the steps that are left, and return the last evaluation. Raises StopRequested after it has saved."""
         config = self.config.trainer
         # A checkpoint is saved before its step is evaluated, so a resumed run may still have to evaluate it.
         if config.evaluates_at(self.done):
@@ -162,11 +162,11 @@ class Trainer:
                 self.done = done
                 self.watch.tick(f"at the end of step {done:,}")
                 stopping = self.interrupt.requested() and done < config.steps
-                # Only here does the host wait for the device.
+                # In a step that only trains, the host waits for the device nowhere else.
                 if config.logs_at(done) or stopping:
                     self._log(done, self._training_metrics(done, loss, grad_norms))
                 self.progress.step()
-                # Saved before the evaluation, so that nothing an evaluation breaks is lost.
+                # Saved before the evaluation, so that a failure there loses no steps.
                 if config.saves_at(done) or stopping:
                     self._check_update(done, inputs[:1], targets[:1])
                     self._save(done)
@@ -215,14 +215,14 @@ class Trainer:
         scores = "".join(f", {name.removeprefix('val/')} {score:.4f}" for name, score in self.scores.items())
         self.progress.say(f"step {done:,}: validation {evaluation}{scores}")
         if config.keep_best and done:
-            if self.beginning and done == config.steps:  # to compare losses of the same tokens
+            if self.beginning and done == config.steps:  # the best is chosen by losses over the same tokens
                 self._keep_if_best(done, self._evaluate_on(self.beginning, done))
             else:
                 self._keep_if_best(done, evaluation)
         return evaluation
 
     def _scores(self, done: int) -> dict[str, float]:
-        """What is evaluated besides the loss."""
+        """Validation metrics besides the loss: HellaSwag's accuracy, with trainer.hellaswag."""
         if not self.questions:
             return {}
         batches = hellaswag.batches(self.questions, self.plan.computation.micro_batch, self.world)
@@ -243,7 +243,7 @@ class Trainer:
     def train_step(
         self, step: int, inputs: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimizer step on this rank's part of the batch, int64 (sequences, seq_len) on the device.
+        """Optimizer step `step`, from 0, on this rank's part of the batch as `load` yields it: int64, on the device.
 
         Returns this rank's mean loss and the gradient norm of each parameter, both still on the device.
         """
@@ -278,16 +278,16 @@ class Trainer:
         return total, norms
 
     def _micro_step(self, last: bool) -> Callable[..., torch.Tensor]:
-        """What computes a micro-step. Ranks exchange gradients in a step's last one; with shard=full, in each."""
+        """The callable for a micro-step. Only a step's last exchanges gradients; with shard=full, each."""
         if self.sharded:
-            self.throughput.begins("exchange")  # up to the first block
+            self.throughput.begins("exchange")  # until the first block begins
             begin_micro_step(self.model, self.config.parallel.shard, last)
         return self.train_model if last else self.local_model
 
     def load(self, batches: Batches | EvaluationBatches, start: int, stop: int) -> Iterator[tuple]:
-        """This rank's part of batches `start` to `stop`, read ahead by a thread and copied without waiting.
+        """Yield this rank's part of batches [start, stop), read ahead by a thread and copied without waiting.
 
-        Where ranks share each sequence, each has the whole inputs and its part of the targets.
+        Pairs (inputs, targets). Where ranks share each sequence, each gets whole inputs and the targets of its part.
         """
         on_gpu = self.world.device.type == "cuda"
         layout, part = self.plan.layout, part_of(self.plan.layout)
@@ -298,7 +298,7 @@ class Trainer:
                 yield inputs, part.of(targets, 1) if part else targets
 
     def _dropout_seed(self, step: int, micro: int) -> torch.Tensor | None:
-        """Seed dropout for this micro-step from its number, so that a resumed run draws the same masks."""
+        """The micro-step's dropout seed, also given to torch's generator; by step: a resumed run draws the same."""
         if not self.config.model.dropout:
             return None
         seed = stream_seed(self.config.seed, "dropout", step, micro, self.world.rank)
@@ -309,7 +309,7 @@ class Trainer:
     # ---- what it measures ------------------------------------------------------------------------
 
     def _training_metrics(self, done: int, loss: torch.Tensor, grad_norms: torch.Tensor) -> dict[str, float]:
-        # All ranks have the same gradients and the same mean loss, so they all decide alike.
+        # All ranks have the same gradients and the same mean loss, so all give up or none does.
         mean = self.world.sum(loss.clone()).item() / self.world.size
         norm = grad_norms.norm().item()
         if why := fault(mean, norm, grad_norms, self.model, self.scaler):
@@ -324,9 +324,9 @@ class Trainer:
 
     @torch.no_grad()
     def _check_update(self, done: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Give up if the update just made broke the model: the step's loss is from before the update.
+        """Give up if the last update broke the model, which its step's loss, from before the update, does not show.
 
-        Judged by one sequence, not compiled: compiling the evaluation may take longer than a signal leaves.
+        One sequence, through the uncompiled model: compiling an evaluation may take longer than a signal leaves.
         """
         self.model.eval()
         with self.plan.autocast():
@@ -336,7 +336,7 @@ class Trainer:
             self._give_up(f"the update broke the model (its loss is {loss})", done, broken=done)
 
     def _give_up(self, why: str, done: int, broken: int) -> NoReturn:
-        """End the run at step `done`. broken: the step whose weights failed."""
+        """Raise ConfigError: the run diverged by step `done`. broken: checkpoints from there on are not offered."""
         computation, config = self.plan.computation, self.config
         # A ring has no precise_delta.
         curable = computation.attention == "flash" and config.parallel.context == 1
@@ -365,7 +365,7 @@ class Trainer:
         return evaluation
 
     def _until_stopped(self, batches: Iterable[Batch], done: int) -> Iterator[Batch]:
-        """The batches of an evaluation, which can take minutes. Raises StopRequested between two."""
+        """Pass on the batches of an evaluation, which can take minutes. Raises StopRequested between two."""
         for batch in batches:
             self.watch.tick(f"in the evaluation of step {done:,}")
             if self.interrupt.requested():
@@ -400,7 +400,7 @@ class Trainer:
         self.throughput.resume()
 
     def _rescue(self, why: str) -> str:
-        """As another rank is lost, save what this one has, if that is the whole model; returns what to say."""
+        """Called in the watch's thread when another rank is lost: save the model if this rank has all of it."""
         saved = checkpoint.saved(self.run_dir)
         said = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
         try:

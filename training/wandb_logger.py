@@ -1,4 +1,4 @@
-"""The wandb run of a training run: what may refuse it, what it survives, what becomes of it on resume."""
+"""The logger for wandb: checks before the run, survives wandb's failures, and goes on with a wandb run on resume."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def check_wandb(config: LoggerConfig) -> None:
 
 
 def _cannot_start(error: Exception) -> ConfigError:
-    """Whatever else stops wandb: a variable that it reads elsewhere, one of its settings files, its own process."""
+    """The error for all else that stops wandb: a variable read elsewhere, a settings file, its own process."""
     return ConfigError(f"wandb cannot start ({_first_line(error)}); correct that, or use logger=none.")
 
 

@@ -1,4 +1,4 @@
-"""Flash attention as a function: the checks of its arguments, and what its operators get."""
+"""`flash_attention`, the public function: it checks its arguments, and turns them into those of flash's operators."""
 
 from typing import Any, Literal, Unpack, overload
 
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 if lacking := kernels_lack():  # for callers without `resolve_attention`
     raise AttentionError(f"attention=flash needs {lacking}")
 NO_TENSORS = Tensors()
-# Cache key -> options of calls that have passed the checks, which take 7 us.
+# Cache key -> Options of calls that have passed the checks; it saves the 7 us that these take.
 _passed: dict[tuple[object, ...] | None, Options] = {}
 LIMIT = 4096
 
@@ -67,7 +67,7 @@ def flash_attention(
     return_lse: bool = False,
     precise_delta: bool = False,
     tier: str = "auto",
-    _packed: Tensor | None = None,  # given in place of q, k and v; it then gets the gradient
+    _packed: Tensor | None = None,  # of `flash_attention_packed`: in place of q, k and v; gets the gradient
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v without the matrix of scores (FlashAttention-2, arXiv 2307.08691). Causal unless told.
 
@@ -119,7 +119,7 @@ def flash_attention(
     cache_key, eager = None, not torch.compiler.is_compiling()
     plain = dropout_seed is alibi_slopes is sinks is kv_lengths is block_mask is None
     if eager and plain and cu_seqlens is cu_seqlens_k is None:
-        if window is None:  # in a key 5.0 equals 5, but is refused
+        if window is None:  # a window is not cached: as a key (5.0, 0) equals (5, 0), but it is to be refused
             numbers = (causal, scale, dropout_p, softcap, tier, precise_delta)
             cache_key = _cache_key(q, k, v, _packed is None, *numbers)
         if (options := _passed.get(cache_key)) is not None:
@@ -148,7 +148,7 @@ def flash_attention(
             raise AttentionError(f"attention=flash {ALIBI_RAGGED}; attention=naive does")
         call = q.shape[0], q.shape[2], k.shape[2], causal, left, right
         starts, ends = keys_of_queries(cu_seqlens, cu_seqlens_k, None, *call, covering=True)
-        causal, left, right = False, -1, -1  # the bounds contain them
+        causal, left, right = False, -1, -1  # starts and ends account for causal mask and window
     elif cu_seqlens is not None:
         starts, ends = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if block_mask is not None:
@@ -176,7 +176,7 @@ def flash_attention(
 
 
 def _cache_key(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[object, ...] | None:
-    """What the checks of a call without other tensors depend on; None if it cannot be a key."""
+    """What the checks of a call without other tensors depend on, as a key of `_passed`; None if it cannot be one."""
     cache_key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.stride(), k.stride(), v.stride(), *numbers, *map(type, numbers),
@@ -189,9 +189,9 @@ def _cache_key(q: Tensor, k: Tensor, v: Tensor, *numbers: object) -> tuple[objec
 
 
 def check_supported(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None) -> None:
-    """Check what our kernels, unlike others, cannot take."""
+    """Raise AttentionError for inputs that other backends may take, but not our kernels."""
     batch, heads, _, head_dim = q.shape
-    # Of meta tensors every operator has the shapes: what a GPU would take.
+    # Meta tensors are checked as if on a GPU: operators only compute shapes for them.
     where = (torch.device("cuda"), False) if q.device.type == "meta" else (q.device, INTERPRETED)
     if reason := refuses_inputs(where[0], q.dtype, head_dim, where[1]):
         raise AttentionError(f"attention=flash: {reason}")

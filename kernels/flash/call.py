@@ -1,6 +1,6 @@
-"""What a call asks of the kernels besides q, k and v: the last arguments of flash's operators.
+"""The arguments of flash's operators besides q, k and v, as two tuples: Tensors and Options.
 
-An operator's schema is flat: it is called with `*tensors, *options`, which `unflatten` puts together again.
+An operator's schema is flat: it is called with `*tensors, *options`, which `unflatten` makes into the tuples again.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Tensors(NamedTuple):
-    """The tensors of the features in use; None for the others."""
+    """Tensor arguments of the features (kernels/features.py); None where a feature is not in use."""
 
     seed: Tensor | None = None  # 0-d int64
     alibi_slopes: Tensor | None = None  # (heads,), as sinks
@@ -22,7 +22,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is not a tensor."""
+    """All other arguments."""
 
     causal: bool
     scale: float
@@ -32,10 +32,10 @@ class Options(NamedTuple):
     softcap: float = 0.0
     tier: str = "auto"
     precise_delta: bool = False
-    ragged: bool = False  # document bounds are by query, causal and window included: `masks.keys_of_queries`
+    ragged: bool = False  # document_starts and _ends are each query's keys: `masks.keys_of_queries`
 
     def within(self, q_len: int, kv_len: int) -> "Options":
-        """These, with -1 for a side of the window that masks nothing: the kernels add positions to it, which might
+        """A copy with -1 for each side of the window that masks nothing: the kernels add positions to it, which might
         overflow int32. Used inside the operators: outside, torch.compile would specialise a graph for each result.
         """
         left = self.left if self.left < kv_len - 1 else -1
@@ -43,7 +43,7 @@ class Options(NamedTuple):
         return self._replace(left=left, right=right)
 
     def constants(self) -> dict[str, float]:
-        """What the portable kernels are compiled for: arguments of `portable.spec.specify`."""
+        """The options that the portable kernels are compiled for, as arguments of `portable.spec.specify`."""
         return {
             name: getattr(self, name)
             for name in ("causal", "dropout_p", "left", "right", "softcap", "ragged")

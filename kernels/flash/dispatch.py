@@ -1,11 +1,11 @@
-"""Chooses the kernels of a call, for the forward and for the backward, and says why the others were not chosen.
+"""Chooses the set of kernels ("tier") for each pass of a call, forward or backward, and says why not the other.
 
     triton   portable/: every feature, any GPU that Triton compiles for, the interpreter
     hopper   hopper/: sm_90, 16 bits, a head_dim that 8 divides, and the features that have `hopper` in
              kernels/features.py, where faster.py says so; with tier="hopper" elsewhere too
 
-`choose` has the rule. Before a run `refuses` and `tier_of` ask it, with what is known then; every pass of a call
-asks it through `kernels_for_call`; `kernels.why_portable` tells users. Only on a Hopper GPU is Triton imported.
+`choose` has the rule. `refuses` and `tier_of` ask it before a run, with what is known then; `kernels_for_call` in
+every pass of a call; `why_portable` for users. Triton is imported on a Hopper GPU only.
 """
 
 import functools
@@ -36,20 +36,20 @@ WIDE_LACKS = {
     "forward": frozenset({"block_mask"}),
     "backward": frozenset({"block_mask"}),
 }
-# Features that add no code to a pass, which takes as long without them; `delta_kernel` has the backward's.
+# Features that add no code to a pass's main kernel, and so no time; `delta_kernel` has the backward's.
 NO_FORM = {
     "forward": frozenset({"return_lse"}),
     "backward": frozenset({"precise_delta", "return_lse", "sinks"}),
 }
-BOUNDS = ("cu_seqlens", "window")  # the bounds of what a query sees; see hopper/bounds.py
+BOUNDS = ("cu_seqlens", "window")  # features that bound the keys that a query sees; see hopper/bounds.py
 # What they do not combine with bounds by query (`masks.by_query`): softcap spills 4 to 8 B in the backward at 64.
 NOT_BY_QUERY = frozenset({"alibi_slopes", "block_mask", "dropout_p", "softcap"})
 ALIBI_RAGGED = "does not support alibi_slopes with cu_seqlens_k"
 
 
 class Choice(NamedTuple):
-    """The kernels of a pass: "triton" or "hopper"; and for "triton" what those for Hopper would need, unless the
-    request names the tier."""
+    """The kernels of a pass, "triton" (portable) or "hopper". why: what the Hopper ones would need, where they do not
+    run, unless tier="triton" was asked for."""
 
     kernels: str
     why: str | None = None
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
 @functools.lru_cache(1024)
 def choose(which: str, request: AttentionRequest) -> Choice:
-    """The kernels that serve a pass, "forward" or "backward"; what the request leaves open is assumed to suit Hopper.
+    """The kernels for a pass, which: "forward" or "backward". What the request leaves open is assumed to suit Hopper.
 
     Forward and backward need not agree: with dropout at head_dim 64 auto takes the portable forward.
     """
@@ -68,7 +68,8 @@ def choose(which: str, request: AttentionRequest) -> Choice:
 
 
 def hopper_needs(which: str, request: AttentionRequest) -> str | None:
-    """What the Hopper kernels of a pass would need to serve the request on a machine that has them, or None."""
+    """What the Hopper kernels of a pass need and the request lacks, in words; None if they take it. For the machine
+    see `machine_lacks`. With tier="auto" they have to be faster, too (faster.py)."""
     features, length, kv_len = request.features, request.length, request.kv_len
     bounds = [name for name in BOUNDS if name in features]
     by_query = _by_query(request)
@@ -120,8 +121,8 @@ def hopper_needs(which: str, request: AttentionRequest) -> str | None:
 
 
 def _by_query(request: AttentionRequest) -> list[str]:
-    """Why documents or a window have bounds by query (`masks.by_query`): keys of faster.py's BY_QUERY, or their last
-    words."""
+    """Why documents or a window have bounds by query (`masks.by_query`), such as "window and kv_lengths": keys of
+    faster.py's BY_QUERY, which has some by the last word alone. Empty if they have not."""
     bound = next((name for name in BOUNDS if name in request.features), None)
     beside: list[str] = [name for name in ("cu_seqlens_k", "kv_lengths") if name in request.features]
     if not beside and request.causal is False:
@@ -145,7 +146,7 @@ def refuses(request: AttentionRequest) -> str | None:
 
 
 def refuses_kernels(request: AttentionRequest) -> str | None:
-    """The reason why none of our Triton kernels can serve `request`, or None."""
+    """The reason why none of our Triton kernels, in whichever tier, can serve `request`, or None."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if refused := refuses_inputs(request.device, request.dtype, request.head_dim, interpreted):
         return refused
@@ -173,7 +174,7 @@ def tier_of(request: AttentionRequest) -> str:
 
 
 def why_portable(request: AttentionRequest) -> str | None:
-    """What the Hopper kernels would need to serve the passes that portable ones serve on a Hopper GPU, or None."""
+    """On a Hopper GPU, what the Hopper kernels would need to serve the passes that portable ones serve; or None."""
     if not is_hopper(request.device):
         return None
     needs = {which: choose(which, request).why for which in ("forward", "backward")}
@@ -192,10 +193,10 @@ def kernels_for_call(
     forced: bool,
     fits: Callable[[], bool],
 ) -> tuple[str, Options]:
-    """The kernels that run a pass of a call, "forward" or "backward", and their options, with the window trimmed.
+    """The kernels that run a pass of a call, "forward" or "backward", and the options `Options.within` its lengths.
 
     Args:
-        forced: whether a tile is prescribed, which only the portable kernels have.
+        forced: whether `portable.tiles.forced` prescribes a tile, which only the portable kernels have.
         fits: whether the Hopper kernel accepts the tensors' memory layout; called last, since it imports Gluon.
 
     Raises:

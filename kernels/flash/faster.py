@@ -1,5 +1,5 @@
-"""Where `auto` takes the Hopper kernels: the borders from which on they were faster than the portable ones, as raced
-(kernels/log/dispatch.md), and what a call lacks of them. What they can serve at all is in dispatch.py."""
+"""Where tier="auto" takes the Hopper kernels: tables of where they were timed faster than the portable ones
+(kernels/log/dispatch.md), and what a call lacks of that. What they can serve at all is in dispatch.py."""
 
 import itertools
 from typing import NamedTuple
@@ -11,8 +11,8 @@ TILE = 128  # queries; with fewer, a Hopper tile would be mostly empty
 
 
 class Faster(NamedTuple):
-    """Head_dims at which the Hopper kernels take less time than the portable ones, given at least so many queries and
-    so many tiles of them (in all heads of a call)."""
+    """A row: at head_dims from smallest to largest the Hopper kernels are faster, given at least so many queries and
+    so many tiles of TILE queries in all heads of a call."""
 
     smallest: int
     largest: int
@@ -25,8 +25,8 @@ class Faster(NamedTuple):
         return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
 
 
-# `auto` takes the Hopper kernels of a pass where, for "" and for each feature in use, a row takes the call. Comments:
-# their time over the portable kernels' (kernels/log/dispatch.md), for what the row takes; "few": for fewer tiles.
+# (pass, feature) -> rows. `auto` takes the Hopper kernels of a pass if a row of "" and one of each feature in use
+# take the call. Comments: their time over the portable kernels' for what the row takes; "few": for fewer tiles.
 AS_WITHOUT = (Faster(64, 64), Faster(128, 128))  # the rows of a feature that has none below
 # A feature above head_dim 128: forward 0.42 to 0.86, backward 0.34 to 0.68; at 128 tiles, timed at 256 and not with
 # sinks, 0.68 to 1.01 and 0.54 to 0.75. Dropout, with precise_delta too, at 136 to 192: 0.55 to 0.69 and 0.36 to 0.45,
@@ -89,7 +89,7 @@ FASTER: dict[tuple[str, str], tuple[Faster, ...]] = {
         WIDE,
     ),
 }
-# Rows that calls with bounds by query need besides those of their features: of a pass, by what gives such bounds.
+# (pass, why bounds are by query: `dispatch._by_query`) -> rows that calls need besides those of their features.
 BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
     ("forward", "window and causal=False"): (
         Faster(64, 64, tiles=512),  # 0.87 to 0.985; few 1.05
@@ -143,7 +143,7 @@ BY_QUERY: dict[tuple[str, str], tuple[Faster, ...]] = {
         WIDE,  # 0.40 to 0.61, at 128 tiles 0.91
     ),
 }
-# Rows that two features need together, besides those of each.
+# (pass, feature, feature) -> rows that the two need together, besides those of each.
 WIDE_MANY = Faster(136, 256, tiles=1024)  # timed at 256: forward 0.53 to 0.67, backward 0.46 to 0.49
 PAIRS: dict[tuple[str, str, str], tuple[Faster, ...]] = {
     ("forward", "alibi_slopes", "cu_seqlens"): (
@@ -183,7 +183,7 @@ PAIRS: dict[tuple[str, str, str], tuple[Faster, ...]] = {
     # 64: 0.69 to 0.88, 128: 0.53 to 0.70
     **{("backward", mod, "cu_seqlens"): (*AS_WITHOUT, WIDE_MANY) for mod in SCORE_MODS},
 }
-# For each of these, all the features it was timed with; a feature that is not here was timed with every other.
+# Feature -> all features that it was timed together with; one that is not here was timed with every other.
 TIMED_WITH = {
     "block_mask": frozenset(),
     **{mod: frozenset({"cu_seqlens", "kv_lengths", "precise_delta", "window"}) for mod in SCORE_MODS},
@@ -193,9 +193,9 @@ TIMED_WITH = {
 def needs_to_be_faster(
     which: str, request: AttentionRequest, features: frozenset[str], by_query: list[str]
 ) -> str | None:
-    """What a call lacks for the Hopper kernels of a pass to take less time than the portable ones, or None.
+    """What a call lacks to be where the Hopper kernels of a pass were timed faster, in words; None if it is there.
 
-    features: those that have a form in the pass. by_query: why bounds are by query, as `BY_QUERY` has it.
+    features: those that add code to the pass. by_query: of `dispatch._by_query`.
     """
     head_dim, length, kv_len, heads = request.head_dim, request.length, request.kv_len, request.heads
     if "cu_seqlens_k" in features:
@@ -227,8 +227,7 @@ def needs_to_be_faster(
 
 
 def _nearest(rows: list[Faster], length: int, heads: int | None, with_name: str) -> list[str]:
-    """The fewest queries, and the fewest tiles, that one of the rows asks for and the call lacks; none where one
-    takes the call."""
+    """What the call lacks: the fewest queries, the fewest tiles, that a row asks for; none if a row takes it."""
     longer = [row.queries for row in rows if length < row.queries]
     more = [row.tiles for row in rows if length >= row.queries]
     if more and (heads is None or heads * -(-length // TILE) >= min(more)):

@@ -1,4 +1,4 @@
-"""Packed documents and block masks converted to the form the kernels read, each by one small kernel.
+"""Converts packed documents and block masks into the tensors that the attention kernels read, by a small kernel each.
 
 The conversion runs in every call, although the layers of a model pass the same tensors. Caching would be wrong when a
 CUDA graph's replay writes to such a tensor, which Python cannot detect. Under torch.compile it runs once.
@@ -16,7 +16,7 @@ from .portable.masks import BLOCK_MASK_SIZE
 TOKENS = 256  # per program
 CHUNK = 128  # of blocks, read at a time
 OFFSETS = tl.constexpr(1024)  # that are read at a time
-ANY = 1 << 30  # a window side without a limit
+ANY = 1 << 30  # side of a window without a limit, where a kernel takes no -1
 Tensor = torch.Tensor
 
 
@@ -49,9 +49,10 @@ def keys_of_queries(
     right: int,
     covering: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The keys [start, end) that each query sees, relative to its row, where queries and keys have offsets of their
-    own: two int32 (batch, q_len). Both ascend, whatever the offsets, and so do those of the queries that see each
-    key. So the forward and dQ may take them for bounds of documents, and dK/dV those of `queries_of_keys`.
+    """With cu_seqlens_k: the keys [start, end) that each query sees, relative to its row: two int32 (batch, q_len).
+
+    They include causal mask and window. Both ascend, whatever the offsets, and so do those of the queries that see
+    each key. So the forward and dQ may take them for bounds of documents, and dK/dV those of `queries_of_keys`.
 
     cu_seqlens, cu_seqlens_k: (documents + 1,), offsets into the batch * q_len queries and the batch * kv_len keys.
     used: (documents,), how many keys of each are in use, from its first; None for all.
@@ -70,8 +71,8 @@ def keys_of_queries(
 
 
 def queries_of_keys(tensors: Tensors, kv_len: int) -> Tensors:
-    """The tensors with the queries [start, end) that see each key, int32 (batch, kv_len), in place of the bounds of
-    `keys_of_queries`."""
+    """The reverse of `keys_of_queries`, for dK and dV: a copy of the tensors whose document_starts and _ends are the
+    queries [start, end) that see each key, int32 (batch, kv_len)."""
     starts, ends = tensors.document_starts, tensors.document_ends
     assert starts is not None
     assert ends is not None
@@ -85,22 +86,21 @@ def queries_of_keys(tensors: Tensors, kv_len: int) -> Tensors:
 
 
 def by_query(tensors: Tensors, options: Options, q: Tensor, k: Tensor) -> tuple[Tensors, Options]:
-    """Documents and windows that are full or beside key padding, with bounds as those of `keys_of_queries`, which
-    contain window, padding and causal mask; and `keys_of_queries`' own, with the padding. Everything else as it is.
+    """For the Hopper kernels: turns documents and windows that are not causal, or have key padding, into bounds by
+    query: the keys [start, end) that each query sees, which include window, padding and causal mask. All else stays
+    as it is. Bounds of `keys_of_queries` are by query already; padding is added to them.
 
-    A full window keeps its sides, from which the kernels compute those bounds, as does a window beside key padding;
-    unless there are fewer keys than queries, of which some may lie before the first key.
+    A window without documents keeps its sides, from which the kernels compute the same bounds; unless there are fewer
+    keys than queries, of which some may lie before the first key.
 
-    No query sees beyond the keys, and the bounds ascend whatever the offsets, because the Hopper kernels synchronise
-    by them.
-    """
+    No query sees beyond the keys, and bounds ascend whatever the offsets: the Hopper kernels synchronise by them."""
     starts, ends, lengths = tensors.document_starts, tensors.document_ends, tensors.kv_lengths
     left, right = options.left, 0 if options.causal else options.right
     bounded = starts is not None or left >= 0 or (right >= 0 and not options.causal)
     if not bounded or (options.causal and lengths is None):
         return tensors, options
     batch, q_len, kv_len = q.shape[0], q.shape[2], k.shape[2]
-    narrower = lengths is not None or left >= 0 or right >= 0  # than the documents
+    narrower = lengths is not None or left >= 0 or right >= 0  # a query sees less than its document
     left, right = (ANY if each < 0 else min(each, ANY) for each in (left, right))
     if starts is None and q_len <= kv_len:
         return tensors, options._replace(causal=False, left=left, right=right)
@@ -237,7 +237,7 @@ def keys_of_queries_kernel(
     if Used is not None:
         number = tl.load(Used + document, mask=begun & (over == 0), other=keys)
         end = start + tl.minimum(tl.maximum(number, 0), end - start).to(tl.int32)
-    # What is in the row.
+    # Only the keys in this row, relative to its first.
     start = tl.minimum(tl.maximum(start - row * kv_len, 0), kv_len)
     end = tl.minimum(tl.maximum(end - row * kv_len, 0), kv_len)
     queries = tl.load(OfQueries + document + 1, mask=over == 0, other=rows * q_len)

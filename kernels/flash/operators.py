@@ -1,4 +1,4 @@
-"""The forward and the backward as PyTorch operators, and autograd through them."""
+"""Flash's forward and backward as PyTorch operators, which torch.compile does not look into, and their autograd."""
 
 import torch
 from torch import Size, Tensor
@@ -158,8 +158,8 @@ def _empty_gradients(
 
 
 def forward_flops(q: Size, k: Size | None, v: Size | None, *asked: object, out_shape: object = None) -> int:
-    """What FlopCounterMode counts for `flash_forward`, from shapes: two products of whole matrices, as for torch's
-    own attention, which counts the scores that a mask hides like others."""
+    """FLOPs of `flash_forward` for FlopCounterMode, from shapes: two products of whole matrices, as torch counts its
+    own attention, scores that a mask hides included."""
     return 2 * _product_flops(q, k)
 
 

@@ -1,4 +1,4 @@
-"""What is done to each block of the model: activation checkpointing, torch.compile one at a time, its time."""
+"""Wraps each block of the model: activation checkpointing, torch.compile of a block at a time, timing."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def _keep_attention(_context: Any, operator: Any, *_args: Any, **_options: Any) 
 
 
 def time_blocks(model: GPT, begins: Callable[[str], None]) -> None:
-    """Time each block as a phase, and what happens between blocks as another, in the forward and the backward.
+    """Time a sharded model's blocks as the phase `blocks`, and what is between them as `exchange`, in both passes.
 
-    A model in parts is gathered and reduced outside of the blocks' computing: FSDP's hooks run around `forward`. So
-    in `blocks` a rank waits for no other. `exchange` is what no computation hides, with the copies into whole
-    parameters, the host's time for it, the embeddings before the first block, and their gradients after it. A
-    micro-step begins with `exchange`. Between blocks that are gathered at once it takes no time.
+    FSDP gathers and reduces in hooks around a block's `forward`, outside of what it computes. So in `blocks` a rank
+    waits for no other. `exchange` is communication that no computation hides, the copies into whole parameters, the
+    host's time for both, the embeddings before the first block, and their gradients after it. A micro-step begins
+    with it. Between blocks that are gathered at once it takes no time.
     """
     for block in model.h:
         block.forward = partial(_timed, begins, block is model.h[-1], block.forward)
@@ -96,7 +96,7 @@ def _timed(
 
 
 def _begun_by_gradient(stream: Any, begin: Callable[[], None]) -> Any:
-    """The stream between two blocks, a tensor or a tuple of some. begin: called once all its gradients are there."""
+    """Pass on what is between two blocks (a tensor, or a Stream). begin: called once all its gradients are there."""
     if isinstance(stream, Tensor):
         return _Begins.apply(begin, stream)[0]
     of = [place for place, each in enumerate(stream) if isinstance(each, Tensor) and each.requires_grad]
@@ -104,7 +104,7 @@ def _begun_by_gradient(stream: Any, begin: Callable[[], None]) -> Any:
     return type(stream)(*(found.get(place, each) for place, each in enumerate(stream)))
 
 
-class _Begins(torch.autograd.Function):
+class _Begins(torch.autograd.Function):  # the identity; its backward calls `begin`
     @staticmethod
     def forward(ctx: Any, begin: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.begin = begin
@@ -118,7 +118,7 @@ class _Begins(torch.autograd.Function):
 
 
 def compile_blocks(model: GPT, dtype: torch.dtype) -> None:
-    """As `precision.compiled`, in pieces between which FSDP gathers parameters, and DDP sends gradients."""
+    """`precision.compiled`, of each block and the loss by itself: between them FSDP gathers, and DDP sends."""
     for block in model.h:
         block.forward = compiled(block.forward, dtype)
     model.loss = compiled(model.loss, dtype)

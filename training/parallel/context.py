@@ -1,4 +1,4 @@
-"""Context parallel: ranks that share each sequence. Each has a part of it, and kernels.ring attends to all of it."""
+"""Context parallelism: ranks share each sequence. Each computes its part; kernels.ring attends to all of it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def attention_of(config: Config, name: str, **request: Any) -> tuple[str, Attent
 
 
 def resolve_gather_keys(config: Config, layout: Layout, micro_batch: int) -> bool:
-    """Whether ranks that share a sequence gather its keys, instead of sending them around."""
+    """Whether ranks that share a sequence all gather its keys and values, instead of passing them around a ring."""
     asked, model = config.parallel.gather_keys, config.model
     if layout.context_size == 1 or asked is not None:
         return bool(asked)

@@ -1,4 +1,4 @@
-"""Whether a process lives, as its system tells, even while a long call keeps its Python from saying so.
+"""Whether a rank's process is alive, as its operating system tells, even while a long call blocks its Python.
 
 Every rank holds a connection to rank 0. When a process dies, its system closes the connection; a host that is gone no
 longer acknowledges the probes of the other end (TCP's keepalive). Nothing else is sent over it.
@@ -22,7 +22,7 @@ _CONNECT = 5.0
 
 
 class Links:
-    """Rank 0's connections to all, or another rank's to rank 0. `store`: where rank 0 says how it is reached."""
+    """Rank 0's connections to all others, or another rank's to rank 0. `store`: where rank 0 puts its address."""
 
     def __init__(self, rank: int, store: dist.Store) -> None:
         self._rank, self._store = rank, store
@@ -84,7 +84,7 @@ def is_stopped(process: int) -> bool:
 
 
 def _asking(link: socket.socket) -> socket.socket:
-    """The link with keepalive, and with reads that do not wait."""
+    """The socket, set to probe the other end (keepalive) and to read without waiting."""
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # not all on every system

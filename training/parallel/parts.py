@@ -18,7 +18,7 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 
 def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a checkpoint holds of them, by name, as views: tensors, or this rank's part of them."""
+    """Every tensor of them that a checkpoint holds, by name, as views; of a sharded model DTensors."""
     found = {_MODEL + name: weight for name, weight in model.state_dict().items()}
     for name, parameter in optimized(model, optimizer):
         found |= {f"{_OPTIMIZER}{name}.{key}": each for key, each in optimizer.state[parameter].items()}
@@ -26,7 +26,7 @@ def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def fill(into: dict[str, Tensor], weights: dict[str, Tensor], moments: dict[str, dict[str, Tensor]]) -> None:
-    """Fill `tensors` from whole ones, which every rank has. moments: of each parameter, by its name."""
+    """Copy whole weights, which every rank has, into what `tensors` returned. moments: of each parameter, by name."""
     whole = {_MODEL + name: weight for name, weight in weights.items()}
     whole |= {f"{_OPTIMIZER}{name}.{key}": each for name, of in moments.items() for key, each in of.items()}
     for name, tensor in into.items():

@@ -1,4 +1,4 @@
-"""The state of a model whose device may wait for a rank that is lost."""
+"""Copies a model's state to the CPU while its training stream may wait for ever for a rank that is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 
 def aside(device: torch.device) -> AbstractContextManager:
-    """Another stream than the training's, which may wait for ever for the gradients of the lost rank.
+    """Context: a stream other than the training's, which may wait for ever for the gradients of the lost rank.
 
     It has another priority, since streams of one priority share eight queues of the device, and the exchange of each
     bucket leaves one of them waiting. Not measured on a GPU yet.

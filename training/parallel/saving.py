@@ -1,4 +1,4 @@
-"""Saving a model in parts while it trains on: each rank copies its part, and a thread writes the copy."""
+"""Saves a sharded model while it trains on: each rank copies its part, and a thread writes the copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model sharded by FSDP2 (in "parts"): what of it a rank keeps, when it is gathered, and the update of the parts.
+"""Shards the model by FSDP2; what each rank keeps are its "parts". When they are gathered, and how they are updated.
 
 Zhao et al. 2023, arXiv 2304.11277. shard=full is ZeRO's third stage (Rajbhandari et al. 2020, arXiv 1910.02054):
 parameters are gathered a few blocks at a time, for the forward and again for the backward. shard=optimizer is the
@@ -20,7 +20,7 @@ from model.gpt import GPT
 
 from .config import GradientDtype, ParallelConfig, Shard
 
-# Of a group of blocks that are gathered at once. At least these FLOPs in a micro-step: FSDP costs a host 5 ms for a
+# Bounds of a group of blocks gathered at once. At least these FLOPs in a micro-step: FSDP costs a host 5 ms for a
 # group, besides what each block costs (four H200s, torch 2.13; kernels/log/step.md), and an H200 computes them in 12.
 # At most these parameters: they are whole while the next ones are, and at both ends nothing hides their exchange.
 ENOUGH_FLOPS, MOST_PARAMETERS = 6e12, 64_000_000
@@ -79,9 +79,9 @@ def begin_micro_step(model: GPT, how: Shard, last: bool) -> None:
 
 @torch.no_grad()
 def update_shards(model: GPT, optimizer: torch.optim.Optimizer, clip: float) -> Tensor:
-    """`optimizer.update` where a rank has its part of every gradient: returns the norms of the whole ones.
+    """`optimizer.update` for a sharded model: each rank updates its parts, by its parts of the gradients.
 
-    Each rank updates its part. The norms are float32 (parameters,), the same on all ranks.
+    Returns the norms of the whole gradients before clipping: float32 (parameters,), the same on all ranks.
     """
     parts = [parameter.grad.to_local() for parameter in model.parameters()]
     squares = torch.stack(torch._foreach_norm(parts)).float().square()

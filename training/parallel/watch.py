@@ -1,4 +1,4 @@
-"""Which rank is lost or stuck: each tells the others that it lives and how far it is, and one that does not is named.
+"""Finds a rank that is lost or stuck: each reports that it lives and how far it is, and one that does not is named.
 
 A rank that waits for a lost one sits in a collective, whose own timeout is ten minutes and names nobody. So a thread
 of each writes a line into torchrun's store every second. Rank 0 reads them all and judges the others; the last rank
@@ -44,22 +44,22 @@ _numbers = itertools.count()  # of the runs in this process, which share a store
 
 @dataclass
 class _Seen:
-    """What is known of a rank."""
+    """What a judging rank knows of another."""
 
     line: str = ""
     silent: float = 0.0  # seconds since its line changed
-    ticks: int = -1
-    waiting: float = 0.0  # seconds since its ticks did
-    doing: str = ""
-    state: str = ""
-    named: int = -1  # the ticks at which it was named as behind
+    ticks: int = -1  # how many things it has done (`Watch.tick`)
+    waiting: float = 0.0  # seconds since `ticks` changed
+    doing: str = ""  # in words
+    state: str = ""  # alive, busy, broken (a collective has failed) or left
+    named: int = -1  # its ticks when it was last reported as behind
 
 
 class Watch:
-    """The thread, and what the main thread tells it.
+    """A rank's heartbeat: a thread that reports and watches, told by the main thread how far this rank is.
 
-    rescue: called with what is to be said of the lost rank, in this thread of a rank that is left, while its main
-        thread waits; returns what became of the run.
+    rescue: called when a rank is lost, with a message about it, in this thread of a rank that is left, while its main
+        thread waits; returns what became of the run, in words.
     """
 
     def __init__(self, ranks: World, limit: float, rescue: Callable[[str], str]) -> None:
@@ -110,13 +110,13 @@ class Watch:
                 self._beat()
 
     def tick(self, doing: str) -> None:
-        """Something is done, and something else begins: all ranks come through here equally often."""
+        """Something is done, and `doing` begins. All ranks must call it equally often: the counts are compared."""
         self._ticks += 1
         self._doing = doing
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """For what may keep the thread from running: writing a file of some gigabytes holds Python's lock."""
+        """Context for what may keep the thread from running: writing a file of some gigabytes holds Python's lock."""
         if self._thread is not None:
             self._doing, self._state = doing, "busy"
             self._beat()
@@ -222,7 +222,7 @@ class Watch:
     def _follow(self, why: str) -> None:
         """End with a rank that has said why it cannot go on, where this one does not by itself."""
         self._ending = True
-        # That rank may be closing wandb: if this one exits, torchrun ends that one before it has said why.
+        # The refusing rank may be closing wandb: if this one exits, torchrun ends that one before it has said why.
         until = time.monotonic() + SILENT
         while self._state != "broken" and time.monotonic() < until:
             if self._done.wait(BEAT):

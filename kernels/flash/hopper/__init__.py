@@ -2,15 +2,15 @@
 
 forward.py, backward.py         the kernels; backward_loads.py: two of the backward's warps
 wide_dkdv.py, wide_dq.py        the backward above head_dim 128
-forward_output.py                how the forward's output leaves
-spec.py                          what the forward knows of a call at compile time
-forward_schedule.py, backward_schedule.py   the tiles and work items that a program takes, and their order
-scheduler.py                     dynamic scheduling: programs claim them by a counter
+forward_output.py               the forward's epilogue: how out is stored
+spec.py                         the forward's compile-time parameters (and wide_dq.py's)
+forward_schedule.py, backward_schedule.py, groups.py   the tiles and work items that a program takes, their order
+scheduler.py                    dynamic scheduling: programs claim them by an atomic counter
 pipeline.py, split_tiles.py, descriptors.py   rings of tiles in shared memory, of one array or two; TMA descriptors
-columns.py                       which columns of a tile are multiplied, and results in one part or two
-primitives.py                    what Triton's releases name differently; programmatic dependent launch
+columns.py                      which columns of a tile are multiplied, and results in one part or two
+primitives.py                   what Triton's releases name differently; programmatic dependent launch
 softmax.py, masks.py, dropout.py, score_mods.py   on tiles in registers
 bounds.py, block_masks.py, padding.py   windows and documents; block masks; key padding
-dq.py                            dQ: its product, and its sum over work items in a fixed order
-launch.py                        which tensors they take, and the arguments of a launch
+dq.py                           delta; dQ up to head_dim 128: its product, its sum over work items in a fixed order
+launch.py                       which tensors the kernels take, and the arguments of each launch
 """

@@ -60,7 +60,7 @@ DELAY_FROM = {64: 8, 128: 16}  # steps of a work item, on average, from which on
 def choose_dq_delay(
     width: int, causal: bool, row_blocks: int, padded: bool = False, capped: bool = False
 ) -> int:
-    """1 if dQ's product is delayed by a step, so that the warpgroups need not wait for each other; else 0.
+    """DQ_DELAY: 1 if dQ's product is delayed by a step, so that warpgroups need not wait for each other; else 0.
 
     The delay costs each work item an extra product (the first step's, which the second repeats), and the last product
     runs after the loop with nothing to overlap. width: `tile_width`. padded, capped: with key padding or softcap,
@@ -72,7 +72,7 @@ def choose_dq_delay(
 
 
 def choose_dq_delay_of_few(columns: int, full_window: bool) -> int:
-    """The same where a work item has few steps: with a window, documents or a block mask. columns: `choose_columns`.
+    """DQ_DELAY where work items have few steps: with a window, documents or a block mask. columns: `choose_columns`.
 
     With the delay a full window takes 0.95 to 0.97 of the time at 96 columns, 1.00 at 128, and 0.98 to 1.01 at 64,
     where it would spill 4 B; causal windows and documents take 1.00 to 1.04 (kernels/log/hopper_masks.md).
@@ -87,7 +87,7 @@ def choose_columns(head_dim: int, dropout_p: float) -> int:
 
 
 class Shared(NamedTuple):
-    """What the warps of a program share. The rows' lse and delta are released with the tiles of Q."""
+    """A program's tiles in shared memory, and their barriers. Rows' lse and delta are released with Q's tiles."""
 
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
@@ -151,7 +151,7 @@ def consume(
     BLOCK_M: gl.constexpr = shared.queries.tiles.shape[3]
     WIDTH: gl.constexpr = shared.queries.tiles.shape[4]
     BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
-    # Of a head with key padding at most one block of keys is cut. The others have a loop of their own, in which no
+    # Key padding begins in at most one block of keys of a head. The others have a loop of their own, in which no
     # accumulator begins as a mask. `ordinal` is computed: carried through two loops it would cost a register. In
     # short loops, with dropout, and at width 128 the code of two loops cost more than it saved (LOG.md).
     PADDED: gl.constexpr = sizes.KvLengths is not None and not (CAUSAL or sizes.bounds or sizes.blocks)

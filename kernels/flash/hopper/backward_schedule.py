@@ -72,8 +72,8 @@ class WorkItem(NamedTuple):
 
 @gluon.jit
 def decode_work_item(index, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
-    """Decode the index-th work item. With bounds by query it may have no step, and where all is padding fewer:
-    `claim_keys` passes over both."""
+    """Decode the index-th work item. With bounds by query it may have no steps, and where all keys are padding a
+    negative number: `claim_keys` skips both."""
     BY_QUERY: gl.constexpr = sizes.bounds is not None and sizes.bounds.keys is not None
     first_flat_head = index // sizes.items_per_group * sizes.heads_per_group
     index -= first_flat_head * sizes.key_blocks

@@ -1,15 +1,15 @@
 """Sliding windows and packed documents in the Hopper kernels, under the causal mask or with bounds by query.
 
-Each query has a first visible key, and each key a last query that sees it. Both are non-decreasing, so the first and
-the last row of a tile bound what the whole tile sees. With bounds by query (`masks.by_query`) there is no causal
-mask: each query's last visible key, and the first query that sees a key, are bounds too. Of a window alone or beside
-key padding, over as many keys as queries or more, they are computed from its right side; others come from memory, and
-may be any that are non-decreasing. A query may then see no key, and a key be seen by no query, as beside padding.
+Beside the causal mask there are two bounds: each query's first visible key, and the last query that sees each key. By
+query (`masks.by_query`) there is no causal mask, and two more: each query's last visible key, and the first query
+that sees each key. All are non-decreasing, so the first and the last row of a tile bound what the whole tile sees. By
+query, those of a window without documents, over at least as many keys as queries, are computed from its sides; others
+are read from memory, and may be any that are non-decreasing. A query may then see no key, and no query a key.
 
-The computed ones are what `masks.by_query` and `masks.queries_of_keys` would write (test_hopper_orders.py), but for
-keys that are padding. Theirs decide nothing that is kept: no block's steps (`padding.last_key_before`), and what such
+Computed bounds equal what `masks.by_query` and `masks.queries_of_keys` would write (test_hopper_orders.py), but for
+keys that are padding. Those decide nothing that is kept: no block's steps (`padding.last_key_before`), and what such
 keys get is masked or not stored. Without padding a query's first key is before its end, as no side is negative and no
-query lies before the first key. Beside padding neither is beyond the keys in use; so both are 0 where there are none.
+query lies before the first key. With padding neither is beyond the keys in use; so both are 0 where there are none.
 """
 
 from typing import NamedTuple

@@ -97,9 +97,9 @@ def fetch_tile(index, ordinal, q_desc, k_desc, v_desc, rings, stage, phase, size
 
 @gluon.jit
 def wait_for_queries(ordinal, rings, SPEC: gl.constexpr):
-    """Wait until the tile's Qs have been loaded. With three slots a consumer's next Q follows the other consumer's in
-    its slot, where one parity means both that it has been loaded and that the one before has not: after a short tile,
-    whose keys and values came before the other's Q, a consumer would take that one."""
+    """Wait until the tile's Qs are loaded. With three slots, two consumers share them: a consumer's next Q follows
+    the other's in its slot, where one parity means both that it is loaded and that the one before is not. After a
+    short tile, whose keys and values came before the other's Q, a consumer would take that one."""
     for which in gl.static_range(SPEC.CONSUMERS):
         mbarrier.wait(rings.q.full.index(q_slot(ordinal, which, SPEC)), q_phase(ordinal, which, SPEC))
 
@@ -139,7 +139,7 @@ def produce(q_desc, k_desc, v_desc, Counter, rings, claims, sizes, SPEC: gl.cons
 
 @gluon.jit
 def skip_key_blocks(blocks, rings, stage, phase, SPEC: gl.constexpr):
-    """Release blocks of keys that only the other consumers' rows see.
+    """Release blocks of keys that were loaded for other consumers' rows, and that this one's do not see.
 
     Waiting for each one first keeps this consumer's arrivals in the right phase.
     """
@@ -282,7 +282,7 @@ def attend(
     accs = no_sums(ROWS, SPEC.HEAD_DIM)
     if SPEC.EXP_BEFORE_WAIT:
         mbarrier.wait(rings.v.full.index(stage), phase)
-    unmasked = blocks - 1  # blocks still to come that need no mask
+    unmasked = blocks - 1  # how many blocks still to come need no mask
     if SPEC.BOUNDED:
         begin = first_key_block(first_row, batch, sizes, SPEC)
         if SPEC.BY_QUERY:

@@ -1,18 +1,18 @@
-"""How many heads the Hopper kernels schedule together: a group, whose tiles come before those of the next.
+"""How many heads the Hopper kernels schedule together: in a group, whose tiles all come before those of the next.
 
-Few heads at a time find each other's tensors in the L2 cache. Many balance better, and in the backward keep apart the
-work items of one head, which wait for one another's dQ. Each rule is what was timed; kernels/log/ has the times.
+Small groups find their tensors in the L2 cache. Large ones balance the load better, and in the backward keep the work
+items of one head, which wait for one another's dQ, further apart in time. Each rule is what was timed (kernels/log/).
 
-None of these numbers changes a result, but for which heads go upwards: those sum dQ in another order. So that depends
-on the shape alone, not on the device.
+Group sizes do not change results. Which heads go "upwards" (backward_schedule.py) does: those sum dQ in another
+order, so that depends on the shape alone, never on the device.
 """
 
 import triton
 
 from .spec import FEW
 
-CACHED = 32 << 20  # bytes of a group of heads that are to fit the L2 cache: K and V in the forward
-# Heads side by side in the forward with documents, at least: 0.95 to 0.96 of the time of 4 (16k tokens at 128).
+CACHED = 32 << 20  # bytes in the L2 cache for a group's tensors: K and V in the forward
+# Least number of heads in a group of the forward with documents: 0.95 to 0.96 of the time of 4 (16k tokens at 128).
 WITH_DOCUMENTS = 16
 # The same of dQ above head_dim 128: 0.95 to 0.98 of the backward's time from 4096 tokens on, with 16 up to 1.00.
 DQ_WITH_DOCUMENTS = 32
@@ -32,7 +32,7 @@ def of_forward(
     dynamic: bool,
     few: bool,
 ) -> int:
-    """Heads of a group in the forward.
+    """Heads in a group of the forward.
 
     Dynamically scheduled tiles balance well with groups of any size, so the groups are those whose K and V fit the L2
     cache. Statically scheduled ones balance only in groups of half as many heads as there are programs: by count, the
@@ -43,8 +43,8 @@ def of_forward(
     Args:
         group: query heads per key head.
         programs: at most, one for each SM.
-        bounded, documents: whether there is a window or documents; documents, or a window beside padding.
-        dynamic, few: of spec.py, `DYNAMIC` and `has_few_tiles`.
+        bounded: a window or documents are used. documents: documents are, or a window with key padding.
+        dynamic, few: `DYNAMIC` and `has_few_tiles` of spec.py.
     """
     batch, kv_heads, _, head_dim = k
     heads = batch * kv_heads * group
@@ -90,17 +90,17 @@ def of_backward(
     documents: bool,
     plain: bool,
 ) -> tuple[int, int | None]:
-    """Heads of a group in the backward up to head_dim 128, and before which one they go upwards
-    (backward_schedule.py), if any may.
+    """(heads in a group of the backward up to head_dim 128, the head before which all go upwards: see
+    backward_schedule.py). 0: none does; None: a kernel that has no code for it.
 
     Three work items of a head are in flight under the causal mask, with a window or documents; else a quarter of its
     blocks of queries.
 
     Args:
-        heads: in all batches.
+        heads: query heads times batch.
         width: `tile_width` of the head_dim.
         programs: at most, one for each SM.
-        documents: whether there are some, or key padding.
+        documents: documents or key padding are used.
         plain: no window, documents, block mask, dropout or padding; there may be a softcap or ALiBi.
     """
     items = 3 if causal or bounded else max(3, row_blocks // 4)
@@ -122,7 +122,7 @@ def of_backward(
 
 
 def _upwards(heads: int, q_len: int, width: int) -> tuple[int, int]:
-    """How many heads go upwards, all but the last group, and the heads of a group.
+    """(how many heads go upwards: those of all groups but the last, heads in a group).
 
     A group's Q, dO and sum of dQ fit the L2 cache. Heads that all fit are one group, and so none goes upwards. At
     width 128 upwards is 9 % slower at 512 and 2 % at 1024 tokens, and 4 to 23 % faster from 2048 on
@@ -135,21 +135,21 @@ def _upwards(heads: int, q_len: int, width: int) -> tuple[int, int]:
 
 
 def _in_groups(heads: int, q_len: int, width: int) -> int:
-    """Into how many groups the heads fall if each group's Q, dO and sum of dQ fit the L2 cache."""
+    """How many groups there are if each group's Q, dO and float32 sum of dQ fit the L2 cache."""
     return triton.cdiv(heads * 8 * q_len * width, CACHED)
 
 
 def of_dkdv(heads: int, q_len: int, head_dim: int, full_window: bool) -> int:
-    """Heads of a group for dK and dV above head_dim 128: those whose Q and dO fit. heads: in all batches.
-    full_window: whether that is all there is."""
+    """Heads in a group for dK and dV above head_dim 128: those whose Q and dO fit the L2 cache. heads: times batch.
+    full_window: a window that is not causal is the only mask."""
     return min(heads, max(1, _cached(q_len, full_window) // (4 * q_len * head_dim)))
 
 
 def of_dq(
     k: KeyShape, group: int, q_len: int, *, causal: bool, bounded: bool, documents: bool, full_window: bool
 ) -> int:
-    """Heads of a group for dQ above head_dim 128, which walks rows as the forward does. Arguments as there, and
-    full_window: whether that is all there is."""
+    """Heads in a group for dQ above head_dim 128, whose programs take tiles of queries as the forward's do. Arguments
+    are those of `of_forward` and `of_dkdv`."""
     batch, kv_heads, _, _ = k
     together = 1
     if causal or bounded:

@@ -1,4 +1,4 @@
-"""Launching the Hopper kernels: which tensors they accept, and the arguments of each launch."""
+"""Launches the Hopper kernels: which tensors they accept, and the arguments of each launch."""
 
 import functools
 
@@ -31,9 +31,9 @@ Shape = tuple[int, ...]
 # Warps of the passes before and after the backward, up to head_dim 128. With 4 the whole took 1.02 to 1.12 of the
 # time at 16 x 8 heads of head_dim 64, full, and 128 to 512 tokens, and 1.00 to 1.01 at 16k tokens of head_dim 128.
 BESIDE = {"num_warps": 8}
-# Where data decide what a tile costs, with up to so many tiles of 128 queries a program, the forward claims late:
-# 0.89 to 1.00 of the time, with one tile a program 1.01 to 1.06. With 31 and more it takes up to 1.025, under the
-# causal mask (kernels/log/hopper_masks.md).
+# Where the cost of tiles depends on data, and there are up to so many tiles of 128 queries a program, the forward
+# claims late (scheduler.py): 0.89 to 1.00 of the time, with one tile a program 1.01 to 1.06. With 31 and more it
+# takes up to 1.025, under the causal mask (kernels/log/hopper_masks.md).
 LATE = 24
 SHAPES = 4096  # whose check is cached: reading strides in Python takes 2 us per tensor
 
@@ -78,8 +78,8 @@ def forward(
         lse: float32 (batch, heads, q_len), contiguous.
         tensors, options: what `dispatch.choose` lets through. A fully masked row gets out 0 and lse -inf.
     """
-    # With offsets of the keys' own the bounds hide whether there was a causal mask; a window that ends at the query's
-    # own key is one.
+    # With cu_seqlens_k the bounds already hold the causal mask, if any, so it is not known. A window whose right side
+    # is 0 is causal.
     full = not (options.causal or options.ragged or options.right == 0)
     tensors, options = by_query(tensors, options, q, k)
     causal, scale, left, key_blocks = options.causal, options.scale, options.left, tensors.key_blocks
@@ -129,13 +129,13 @@ def forward(
 
 
 def _is_full_window(tensors: Tensors, options: Options) -> bool:
-    """Whether there is a full window alone, after `by_query`. What is chosen in the backward for a window beside
-    padding is what documents have; what a window alone has was not timed there."""
+    """Whether a window that is not causal is the only mask (call it after `by_query`). A window with key padding gets
+    the choices of documents in the backward: those of a window alone were not timed there."""
     return options.left >= 0 and not options.causal and tensors.kv_lengths is None
 
 
 def _sides(options: Options, apart: int) -> tuple[int, int | None]:
-    """A window's sides as the kernels take them (bounds.py). apart: kv_len - q_len."""
+    """A window's sides as the kernels take them: `left` and `right` of bounds.py. apart: kv_len - q_len."""
     if options.left < 0:
         return ANY, None
     return options.left - apart, None if options.causal else options.right + apart
@@ -195,11 +195,11 @@ def backward(
     """
     is_wide = tile_width(q.shape[3]) == WIDTH.value
     keys = WIDE_KEYS.value if is_wide else KEYS.value
-    unseen = 0
-    if options.left >= 0 and tensors.kv_lengths is None:  # else `clear_kernel` does, or `dkdv_kernel`
+    unseen = 0  # how many keys, from the first on, no query sees
+    if options.left >= 0 and tensors.kv_lengths is None:  # else `clear_kernel` clears them, or `dkdv_kernel`
         unseen = max(k.shape[2] - q.shape[2] - options.left, 0) // keys * keys
     zeros: tuple[Tensor | None, Tensor | None] = None, None
-    if unseen:  # the window hides the first blocks of keys from every query
+    if unseen:  # by the window, in whole blocks
         if _clears_unseen(q, dk, dv):
             zeros = dk, dv
         else:
@@ -219,7 +219,7 @@ def backward(
     starts, ends, key_end, row_start = _bounds(tensors, options, kv_len)
     lengths, key_blocks = tensors.kv_lengths, tensors.key_blocks
     left, right = _sides(options, kv_len - q_len)
-    beside: tuple[Tensor | None, int | None] = None, None  # of a window beside key padding
+    beside: tuple[Tensor | None, int | None] = None, None  # (kv_lengths, left) of a window with key padding
     if right is not None and lengths is not None:
         beside = lengths, left
     lists = list_strides(key_blocks), list_strides(tensors.query_blocks)
@@ -255,7 +255,7 @@ def backward(
 
 
 def _clears_unseen(q: Tensor, dk: Tensor, dv: Tensor) -> bool:
-    """Whether the main kernel sets dk and dv of unseen keys to 0, beside its products; else two launches do.
+    """Whether the main kernel sets dk and dv of unseen keys to 0, while it computes; else two launches do.
 
     With a window of 1024 over twice as many keys the backward then takes 0.925 of its time at 4096 queries, 0.95 at
     16,384 (kernels/log/hopper_masks.md). At head_dim 64 it would spill 8 B; of grouped heads it has no dk and dv.
@@ -278,7 +278,7 @@ def _prepare_delta(
 def _prepare_backward(
     q: Tensor, k: Tensor, tensors: Tensors, options: Options, cleared: Tensor | None = None, unseen: int = 0
 ) -> Launch:
-    """cleared: dk from its first key on, if `_clears_unseen`."""
+    """The launch of the main kernel up to head_dim 128. cleared: dk with its unseen keys, if `_clears_unseen`."""
     (batch, heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q.shape, k.shape
     causal, width = options.causal, tile_width(head_dim)
     bounded, listed = options.left >= 0 or tensors.document_starts is not None, tensors.key_blocks is not None
@@ -317,7 +317,7 @@ def _prepare_backward(
 
 
 def _zeros(cleared: Tensor | None, unseen: int, key_blocks: int) -> tuple[int | None, ...]:
-    """The numbers of `Zeros`: each of a head's work items has as many of its unseen keys."""
+    """The numbers of `Zeros`: each work item of a head clears an equal share of the head's unseen keys."""
     if cleared is None:
         return 5 * (None,)
     share = triton.cdiv(unseen, key_blocks * TOGETHER.value) * TOGETHER.value
@@ -430,7 +430,7 @@ def _bounds(
 
 
 def _of_every_head(q: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv, or with grouped heads tensors for those of every query head."""
+    """What the kernel writes dK and dV to: dk and dv, or with grouped heads new tensors with every query head."""
     if q.shape[1] == dk.shape[1]:
         return dk, dv
     shape = (*q.shape[:2], *dk.shape[2:])
@@ -438,7 +438,7 @@ def _of_every_head(q: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_up_groups(totals: tuple[Tensor, Tensor], of_heads: tuple[Tensor, Tensor]) -> None:
-    """Add up what `_of_every_head` made room for."""
+    """With grouped heads, sum what `_of_every_head` made over the query heads of each key head, into dk and dv."""
     for total, each in zip(totals, of_heads, strict=True):
         if total is not each:
             batch, kv_heads, kv_len, head_dim = total.shape

@@ -2,8 +2,8 @@
 
 One program runs for each SM, and the next work item goes to whichever program is free first. Items are
 claimed in ascending order, by programs that are running. So an item may wait for earlier ones (dq.py does)
-without deadlock, wherever and whenever the GPU schedules the programs. (Not where the first of each program is dealt,
-as in forwards that claim late.)
+without deadlock, wherever and whenever the GPU schedules the programs. (Not in forwards that claim late: there each
+program begins with the item of its own number.)
 
 In each program one warp claims, one item ahead of the others, and passes them the index through shared memory. It
 claims when it begins to fetch an item, or, where items are few and of unequal cost, when all of one is being fetched:

@@ -1,4 +1,4 @@
-"""What the Hopper forward knows of a call at compile time: its Spec, and how a shape decides it."""
+"""The Hopper forward's compile-time parameters, and how shape and features decide them. wide_dq.py takes them too."""
 
 import functools
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .forward_schedule import ROWS
 
 DYNAMIC_FROM = 2048  # queries; with fewer, the dynamic schedule took up to 1.06 of the static one's time
 MANY_FROM = {True: 4096, False: 2048}  # causal -> queries from which head_dim 64 has three consumers
-FEW = 512  # queries: up to here, a head's tiles that are scheduled together find K and V in the L2 cache
+FEW = 512  # queries: up to here, a head's tiles, if scheduled together, find K and V in the L2 cache
 # Above head_dim 128 a causal call with fewer queries takes 0.92 to 0.99 of the time if dynamic, others 0.95 to 0.98
 # if static; without a mask the static schedule, exponentials before the wait, takes 0.98 to 1.00 (LOG.md). Where not
 # all of a tile's columns are multiplied, exponentials after the wait take 0.96 to 0.98.
@@ -21,20 +21,20 @@ WIDE_STATIC_FROM = 4096
 
 @dataclass(frozen=True)
 class ForwardSpec:
-    """Compile-time parameters of the forward, passed as one argument."""
+    """Compile-time parameters of the forward, and of dQ above head_dim 128, passed as one argument."""
 
     HEAD_DIM: gl.constexpr  # columns of out; tiles are filled up (split_tiles.py)
     BLOCK_N: gl.constexpr  # keys in a tile
     GROUP: gl.constexpr  # query heads per key head
     CAUSAL: gl.constexpr
-    ALIGNED: gl.constexpr  # only a consumer's last block of keys needs a mask
+    ALIGNED: gl.constexpr  # the causal mask cuts no block of keys but the last that a consumer sees
     # The first of two consumers sees only half of that block, and computes only that: 0.93 of the time at 1024.
     HALVED: gl.constexpr
     BOUNDED: gl.constexpr  # window or documents (bounds.py)
-    BY_QUERY: gl.constexpr  # of these, with bounds by query in place of the causal mask
+    BY_QUERY: gl.constexpr  # BOUNDED, by the keys of each query and no causal mask (`masks.by_query`)
     LISTED: gl.constexpr  # block mask (block_masks.py)
     DYNAMIC: gl.constexpr  # dynamic tile scheduling (scheduler.py); else static
-    CLAIMS_LATE: gl.constexpr  # dynamic, and the next tile is claimed when all of one is being fetched
+    CLAIMS_LATE: gl.constexpr  # DYNAMIC, but a tile is claimed only after all loads of the one before
     EXP_BEFORE_WAIT: gl.constexpr  # exponentials before the wait for P V, not after it (`pipelined_step`)
     CONSUMERS: gl.constexpr
     Q_SLOTS: gl.constexpr  # tiles of Q in shared memory, each for one consumer, and if OUT_BY_TMA its out
@@ -46,8 +46,8 @@ class ForwardSpec:
 
 
 def _is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool, window: bool) -> bool:
-    """Whether tiles are scheduled dynamically. uneven: the cost of a tile depends on data only the device knows.
-    window: nothing but a window bounds what the tiles see."""
+    """Whether tiles are scheduled dynamically. uneven: what a tile costs depends on data that only the device has.
+    window: a window, but no documents and no key padding."""
     if window:  # static 0.835 to 1.00 of the time, 1.02 at 192; with more queries 0.96 to 1.10
         spills = head_dim > 64 if causal else 192 < head_dim < 256  # 4 to 36 B, if static
         return spills or q_len > (2048 if head_dim <= 128 and not causal else 1024)
@@ -57,8 +57,8 @@ def _is_dynamic(head_dim: int, causal: bool, q_len: int, uneven: bool, window: b
 
 
 def has_few_tiles(head_dim: int, q_len: int, group: int, *features: object) -> bool:
-    """Whether a head has up to four tiles, which are scheduled together. features: as `specify` takes them, none of
-    which may be in use. Where part of a tile of 256 columns is multiplied, at 136 to 192, it was not timed."""
+    """Whether a head has so few tiles, up to four, that they are scheduled together. features: `bounded` to `precise`
+    of `specify`; none may be in use. Not at 136 to 192, where part of 256 columns is multiplied: not timed."""
     timed = head_dim <= 128 or not rest_of(head_dim)
     return timed and q_len <= FEW and group == 1 and not any(features)
 
@@ -105,10 +105,10 @@ def specify(
         listed: a block mask is used, without either of those; if causal, kv_len - q_len is a multiple of 128.
         padded: key padding is used, without any of those but bounds by query.
         drop: parameters of dropout, if it is used, without windows, documents and block masks.
-        precise: what rounding takes from out is stored too.
-        full: of bounds by query, that they are those of a call without a causal mask.
-        window: the sides of a window, and nothing else, bound what tiles see. The dQ above 128 has no use for it.
-        late: there are few tiles, and data alone say what each costs: each is claimed late. Likewise.
+        precise: out's rounding error is stored too (precise_delta).
+        full: with bounds by query: the call itself had no causal mask. (Bounds include one, and `causal` is False.)
+        window: nothing but a window's two sides bounds the tiles. Like `late`, of no use to dQ above 128.
+        late: there are few tiles, whose cost depends on data: each is claimed late.
     """
     # At head_dim 64 the exponentials take as long as the products, and three consumers overlap them better than two
     # if the sequence suits tiles of 192 rows: 16 k tokens took 0.95 of the time at 4096 (full) and 0.86 at 16,384,

@@ -115,7 +115,8 @@ def attend(
     MASKED: tl.constexpr,
     stride_kn: tl.constexpr, stride_vn: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys [begin, end), or those positions of BlockList; begin is a multiple of BLOCK_N."""
+    """Online softmax over keys [begin, end), or those positions of BlockList; begin is a multiple of BLOCK_N. Returns
+    the updated acc, not yet divided by row_sum, row_max, in units of log2, and row_sum."""
     for step in range(begin, end, SPEC.BLOCK_N):
         first_key = listed(step, BlockList)
         row_index, key_index = tl.arange(0, SPEC.BLOCK_M)[:, None], tl.arange(0, SPEC.BLOCK_N)[None, :]

@@ -1,4 +1,4 @@
-"""Launching the portable kernels: tile, grid and compile-time arguments."""
+"""Launches the portable kernels: chooses tile and grid, and makes their arguments."""
 
 import functools
 
@@ -84,8 +84,8 @@ def _launch(
     """Launch a kernel.
 
     Args:
-        pointers: its tensors, in its argument order, which begin with q and k.
-        strided: those whose strides are arguments too. blocks: the block lists among them, or None.
+        kernel: a key of KERNELS. pointers: its tensor arguments in their order, q and k first.
+        strided: those whose strides are arguments too. blocks: those that are block lists, or None.
     """
     q, k = pointers[:2]
     strides = [x.stride() for x in strided]

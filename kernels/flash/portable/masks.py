@@ -1,4 +1,4 @@
-"""Masks: which keys a tile of queries visits, which queries a tile of keys, and which of those need a mask.
+"""Masks: which keys a tile of queries visits, which queries a tile of keys visits, and which visits need masking.
 
 All three portable kernels call these functions, on tiles with queries along either axis: `rows` and `keys` are index
 tensors that broadcast against the tile. A mask that is off is None or -1 at compile time and generates no code.
@@ -36,7 +36,8 @@ def visible_keys(row, rules, SPEC: tl.constexpr):
 
 @triton.jit
 def visible_rows(key, rows, rules, SPEC: tl.constexpr):
-    """The interval [first, last) of the `rows` queries that see a key, or each of a tensor; ignores padding."""
+    """The interval [first, last) of the queries that see a key, or each of a tensor of keys; ignores key padding.
+    rows: how many queries there are."""
     own = key - (rules.kv_len - rules.q_len)  # the query at the key's position
     first = key * 0
     last = first + rows
@@ -54,11 +55,9 @@ def visible_rows(key, rows, rules, SPEC: tl.constexpr):
 
 @triton.jit
 def split_by_mask(first_0, last_0, first_1, last_1, length, BLOCK: tl.constexpr):
-    """Split what a tile sees into ranges of whole BLOCKs: [begin, full) masked, [full, tail) unmasked, [tail, end)
-    masked.
+    """Split what a tile sees into ranges of BLOCKs: [begin, full) masked, [full, tail) unmasked, [tail, end) masked.
 
-    [first_0, last_0) is the interval of the tile's first row and [first_1, last_1) that of its last one, of `length`.
-    """
+    Of `length` positions, the tile's first row sees [first_0, last_0), its last row [first_1, last_1)."""
     begin = tl.maximum(first_0, 0) // BLOCK * BLOCK
     end = tl.minimum(last_1, length)
     full = tl.cdiv(tl.maximum(first_1, 0), BLOCK) * BLOCK
@@ -82,7 +81,7 @@ def block_list(Blocks, stride_blocks_b, stride_blocks_h, batch, head, first, oth
 
 @triton.jit
 def listed(step, BlockList):
-    """The first index of the tile at loop position `step`: `step` itself, or its place within the listed blocks."""
+    """The first index of the tile at loop position `step`: `step`, or with a list, that far along its blocks."""
     first = step
     if BlockList is not None:
         index = step // BLOCK_MASK_SIZE

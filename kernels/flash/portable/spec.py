@@ -1,4 +1,4 @@
-"""What the portable kernels know of a call: Spec at compile time, Rules at run time."""
+"""The parameters that the portable kernels pass to their helpers: Spec, compile-time, and Rules, run-time."""
 
 import functools
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Spec:
     SOFTCAP: tl.constexpr  # 0: off
     ALIBI: tl.constexpr
     DOCUMENTS: tl.constexpr
-    RAGGED: tl.constexpr  # documents have bounds by query, and others by key
+    RAGGED: tl.constexpr  # bounds are by query in the forward and dQ, by key in dK/dV; see flash/masks.py
     PADDED: tl.constexpr
     DROPOUT_P: tl.constexpr  # dropped share, a multiple of 2^-16
     DROP_BELOW: tl.constexpr  # a 16-bit half of a Philox word below this drops
@@ -68,7 +68,7 @@ def specify(
 
 
 class Rules(NamedTuple):
-    """Runtime parameters of one batch and query head. Those of rules that SPEC turns off are arbitrary."""
+    """Run-time parameters of one batch and query head. Those of features that SPEC turns off are arbitrary."""
 
     q_len: tl.tensor
     kv_len: tl.tensor
@@ -78,8 +78,8 @@ class Rules(NamedTuple):
     seed: tl.tensor  # dropout's
     batch: tl.tensor
     head: tl.tensor
-    DocumentStart: tl.tensor  # pointers to begin and end (exclusive) of the document of each token
-    DocumentEnd: tl.tensor  # of this batch
+    DocumentStart: tl.tensor  # pointers to begin and end (exclusive) of the document of each token,
+    DocumentEnd: tl.tensor  # in this batch's row; see RAGGED
 
 
 @triton.jit

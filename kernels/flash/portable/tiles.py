@@ -37,7 +37,7 @@ ARCHITECTURES = (80, 90, 100)  # compute capability, major * 10 + minor
 INTERPRETED, AMD = 0, 1  # these have no compute capability
 # Tiles are measured at these kv_len; another length uses the next larger one, or the last.
 LENGTHS = (512, 1024, 4096, 16384)
-# The interpreter's time grows with tiles, not elements; yet 200 queries should span several tiles in both directions.
+# The interpreter's time grows with tiles, not elements; yet the tests' 200 queries should span several, both ways.
 INTERPRETER = {"forward": Tile(128, 64, 4, 1), "dq": Tile(64, 128, 4, 1), "dkdv": Tile(64, 128, 4, 1)}
 
 Table = dict[int, tuple[Tile, ...]]  # largest head_dim served -> candidates
