@@ -19,14 +19,12 @@ HOW_TO_READ = (
     "A time is the median of its processes, with their range; a bound must hold in each of them. Faster means that "
     "the ranges do not overlap: one process has none.",
     "The papers state figures, not tolerances: each bound is ours. Set before their runs: C25's, C12's for one run "
-    "and, before the last four of seven pairs, C12's for the mean. All others were set with results at hand, and "
-    "some changed since: read both figures, not the verdict alone.",
-    "A speed of ours may exceed the paper's; an effect that the paper explains (as in C4, C8, C18, C19, C25) may not, "
-    "beyond its bound.",
-    "A row over standard attention is over its fastest form: in a training step the fastest in the same mode, eager "
-    "or compiled, in attention alone the fastest eager one, the compiled one beside it. Often that is standard+cut, "
-    "which skips what the mask hides, as no paper's baseline did; in training steps it was timed only on the H200. "
-    "C15 and C16 have eager forms only. Each row names its baseline.",
+    "and, before the last four of seven pairs, C12's for the mean; all others with results at hand, and some changed "
+    "since: read both figures, not the verdict alone.",
+    "A speed of ours may exceed the paper's; an effect (as in C4, C8, C18, C19, C25) may not, beyond its bound.",
+    "A row over standard attention is over its fastest form: in training in the same mode, eager or compiled; in "
+    "attention alone, and in C15 and C16, the fastest eager one. Often that is standard+cut, which skips what the "
+    "mask hides, as no paper's baseline did; in training it was timed only on the H200. Rows name their baseline.",
     "Of several figures of one kind the first table shows the least flattering; a figure that several GPUs have "
     "counts once, by the worst that could be compared.",
 )
@@ -51,7 +49,7 @@ FIRST = {
         "C12",
         {
             "mean": "flash minus naive, mean over",
-            "a single pair, by its own bound": "validation curve of flash against naive,",
+            "one pair": "validation curve of flash against naive,",
         },
     ),
 }
