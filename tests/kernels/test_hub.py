@@ -46,6 +46,7 @@ def write(folder: Path, *backends: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_repository_has_the_layout_of_the_hubs_library(tmp_path: Path) -> None:
     done = write(tmp_path / "to", "cuda")
     assert done.returncode == 0, done.stderr

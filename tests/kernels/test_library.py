@@ -129,6 +129,7 @@ def test_compiled_sdpa_repeats_its_dropout_after_the_same_torch_seed(options: di
         torch.testing.assert_close(first[0], attention(q, k, v))
 
 
+@pytest.mark.slow
 def test_sdpa_compiles_without_graph_breaks_at_varying_lengths() -> None:
     torch._dynamo.reset()  # no graph of another test counts
     attention = get_attention("sdpa")
@@ -138,6 +139,7 @@ def test_sdpa_compiles_without_graph_breaks_at_varying_lengths() -> None:
         torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
 def test_sdpa_compiles_where_heads_are_symbolic(heads: int, kv_heads: int) -> None:
     torch._dynamo.reset()

@@ -53,6 +53,7 @@ def test_the_saved_view_shows_metrics_that_runs_log(user_environment):
     assert (only["key"]["name"], only["op"], only["value"]) == ("group", "=", "a_sweep")
 
 
+@pytest.mark.slow
 def test_a_server_that_denies_access_is_an_error_with_the_remedy(user_environment):
     with WandbStub() as server:
         server.stranger = True

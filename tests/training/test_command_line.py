@@ -26,7 +26,7 @@ def never(_config: Config, _run_dir: Path) -> None:
     raise AssertionError("it was to be refused")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -178,6 +178,7 @@ def test_a_sweep_over_attentions_may_set_the_tier_of_one_of_them(started):
         resolve(composed("attention=naive", "attention.tier=triton"), Path(), World(torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_a_sweep_tells_at_once_which_of_its_runs_will_be_refused(started, capsys, tmp_path):
     def task(config: Config, _run_dir: Path) -> None:
         print(f"seed {config.seed} begins")

@@ -211,6 +211,7 @@ def test_a_frozen_weight_gets_no_gradient():
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_where_attention_breaks_the_graph_the_embeddings_gradients_are_added_by_autograd():
     gradients = []
     attention = get_attention("naive")

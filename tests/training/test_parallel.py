@@ -449,6 +449,7 @@ def test_gradients_are_exchanged_in_the_dtype_asked_for_and_what_is_not_hidden_i
     assert per_device == pytest.approx(float(row["perf/tokens_per_second"]) / 2, rel=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

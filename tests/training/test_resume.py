@@ -63,6 +63,7 @@ def test_resuming_a_run_killed_in_an_evaluation_gives_the_same_results(config, t
     assert json.loads((tmp_path / "cut" / "summary.json").read_text())["steps"] == 8
 
 
+@pytest.mark.slow
 def test_extending_a_finished_run_keeps_its_final_evaluation(config, tmp_path):
     """With eval_every=5 none is due at step 8, so the resumed run does not repeat it."""
     config = having(config, eval_every=5)
@@ -74,6 +75,7 @@ def test_extending_a_finished_run_keeps_its_final_evaluation(config, tmp_path):
     assert after.items() >= before.items()
 
 
+@pytest.mark.slow
 def test_resuming_drops_a_truncated_last_row_of_the_metrics(config, tmp_path):
     train(config, tmp_path)
     before = rows(tmp_path)
@@ -131,6 +133,7 @@ def test_resuming_in_an_unwritable_directory_is_refused_with_the_remedy(config, 
         train(having(config, steps=10, resume=str(tmp_path)), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_parts_are_lost_is_refused_with_the_one_before_it(config, tmp_path):
     train(having(config, steps=2, keep_checkpoints=9), tmp_path)
     train(having(config, steps=4, keep_checkpoints=9, resume=str(tmp_path)), tmp_path)
@@ -271,6 +274,7 @@ def test_a_run_whose_text_was_moved_resumes_since_its_tokens_are_the_same(config
         train(having(replace(resumes, data=less), steps=10), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_resume_reports_what_was_resolved_otherwise_though_no_setting_changed(config, tmp_path, capsys):
     train(config, tmp_path)
     facts = json.loads((tmp_path / "facts.json").read_text())
@@ -283,7 +287,7 @@ def test_a_resume_reports_what_was_resolved_otherwise_though_no_setting_changed(
     assert line.split("  ")[-1].strip() == f"trainer.steps 8 -> 9, {resolved}"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("was", [False, True])
 @pytest.mark.parametrize("name", ["precise_delta", "gather_keys"])
 def test_a_run_from_before_a_setting_could_be_null_is_told_whether_that_changes_it(
@@ -303,6 +307,7 @@ def test_a_run_from_before_a_setting_could_be_null_is_told_whether_that_changes_
     assert line.split("  ")[-1].strip() == "trainer.steps 8 -> 9" + told
 
 
+@pytest.mark.slow
 def test_a_resume_that_warms_up_once_more_says_so_and_how_to_avoid_it(config, tmp_path, monkeypatch, capsys):
     warm = replace(config, schedule=ScheduleConfig(warmup_fraction=0.25))
     train(warm, tmp_path / "run")
@@ -319,7 +324,7 @@ def test_a_resume_that_warms_up_once_more_says_so_and_how_to_avoid_it(config, tm
     assert "  warm-up " not in banner(0.005)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "\0\0\0", "[1]"])
 def test_a_damaged_record_does_not_prevent_resuming(config, tmp_path, text):
     """As a power cut leaves them; the checkpoint alone decides."""
@@ -347,6 +352,7 @@ def test_a_resumed_run_with_muon_ends_with_the_same_weights_and_moments(config, 
     assert any("momentum_buffer" in state for state in states[0].values())
 
 
+@pytest.mark.slow
 def test_a_run_cannot_change_its_optimizer_and_an_older_checkpoint_is_adamws(config, tmp_path):
     train(config, tmp_path / "a")
     goes_on = having(config, steps=9, resume=str(tmp_path / "a"))

@@ -25,6 +25,7 @@ def cells(run: Path) -> dict[str, dict[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_scalars_are_those_of_metrics_csv_also_of_a_resumed_run(started, tiny, tmp_path):
     """Resumed from an older checkpoint, the rows behind it are written again, and count once."""
     run = [*tiny, "logger=tensorboard", "hydra.run.dir=run", "trainer.save_every=6", "trainer.sample_every=5"]
