@@ -14,10 +14,8 @@ def aims(results: Results) -> list[Aim]:
     found = []
     for sample in samples(results):
         if {RING, TORCH} <= sample["ms"].keys():
-            ours, where = (
-                default(sample, results["settings"]),
-                f"{sample['length']} tokens on {sample['ranks']} GPUs",
-            )
+            ours = default(sample, results["settings"])
+            where = f"{sample['length']} tokens on {sample['ranks']} GPUs"
             times, theirs = took(sample, ours), took(sample, TORCH)
             what = f"{ours}, {where}: time over PyTorch's context_parallel"
             why = f"{not_hidden(sample):.0%} of the ring's exchange is not hidden"

@@ -377,9 +377,7 @@ def _judge_counters(results: Results, found: Verdicts) -> None:
     what = f"DRAM bytes standard/flash, {ours['mask']}"
     why = f"hardware counters: {moved[BASELINE] / 1e9:.1f} and {moved[OURS] / 1e9:.2f} GB; 9.2x at least"
     found.add("C3", what, DRAM_RATIO, f"{ratio:.1f}x", ratio >= 9.2, why, ratio=ratio / 9.2)
-    what, theirs = (
-        f"DRAM bytes over compulsory, {ours['length']} tokens",
-        "1, if the caches serve every read but the first",
-    )
+    what = f"DRAM bytes over compulsory, {ours['length']} tokens"
+    theirs = "1, if the caches serve every read but the first"
     why = "the paper does not say from where on all of it is compulsory"
     found.add("C29", what, theirs, f"{excess:.2f}x", None, why, ratio=excess)

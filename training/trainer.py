@@ -89,10 +89,8 @@ class Trainer:
         seq_len, data_seed = config.model.seq_len, stream_seed(config.seed, "data")
         sequences = config.trainer.batch_tokens // seq_len
         self.batches = Batches(corpus.train, seq_len, sequences, data_seed, config.data.block_len)
-        sequences, tokenizer = (
-            computation.micro_batch * self.plan.layout.data_size,
-            corpus.tokenizer(config.data.tokenizer),
-        )
+        tokenizer = corpus.tokenizer(config.data.tokenizer)
+        sequences = computation.micro_batch * self.plan.layout.data_size
         self.validation = EvaluationBatches(corpus.val, seq_len, sequences)
         self.beginning = None  # the part of the split that all evaluations but the last read; None: all of it
         if config.trainer.eval_tokens:
