@@ -22,7 +22,7 @@ MET, MISSED, NO_AIM = "met", "missed", "no aim"
 class Aim:
     """A figure of ours, the aim it is held to (none: it is only shown), and what explains it.
 
-    level: met only because ranges overlap; its median is on the aim's other side.
+    level: met although our median is behind, as ours does not take longer in every process.
     among: the row in which it is counted if it is met; "": it has one of its own.
     """
 

@@ -22,9 +22,9 @@ MAP = "standing.svg"
 TIMED = ("time", "speed")  # kinds of samples
 HEADER = ("what", "ours", "aim", "status", "why")
 RULE = (
-    "Of several processes the worst decides. A time over the fastest library's, or another's, is missed where ours "
-    "takes longer in every process; where it does in most, but not in all, the two are level. Of one process the "
-    "figure decides, and says so."
+    "Of several processes the worst decides, but for a time over another library's: that is missed only where ours "
+    "takes longer in every process. Where its median is behind, but not every process, the two are level. Of one "
+    "process the figure decides, and says so."
 )
 
 
@@ -96,13 +96,13 @@ def rows(aims: list[Aim]) -> Iterator[list[str]]:
     """The table's rows: one for each aim, but what is met of those counted together shares one, the last."""
     for a in aims:
         if not (a.met and a.among):
-            why = [a.why] * bool(a.why) + ["level: above 1x, but not in every process"] * a.level
+            why = [a.why] * bool(a.why) + ["level: ours takes longer, but not in every process"] * a.level
             yield [a.what, a.ours, a.aim, a.status, "; ".join(why)]
     for name in dict.fromkeys(a.among for a in aims if a.met and a.among):
         together = [a for a in aims if a.among == name]
         met = [a for a in together if a.met]
         level = sum(a.level for a in met)
-        why = f"{level} of them level: above 1x, but not in every process" if level else ""
+        why = f"{level} of them level: ours takes longer, but not in every process" if level else ""
         missed = len(together) - len(met)
         status = f"{len(met)} {MET}" + f", {missed} {MISSED} above" * bool(missed)
         yield [name, f"{len(met)} of {len(together)} passes", met[0].aim, status, why]

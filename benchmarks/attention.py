@@ -23,7 +23,7 @@ def libraries(sample: Sample) -> list[str]:
 
 
 def aims(results: Results) -> list[Aim]:
-    """Nowhere another library that is faster, in any pass; in a backward none that repeats bit for bit, as ours does.
+    """No library ahead (`aims.held`) in any pass; in a backward none that repeats bit for bit, as ours does.
 
     An aim for each point, as an earlier run's is dropped by its name; those met are counted by figure.
     """

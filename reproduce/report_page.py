@@ -21,7 +21,7 @@ HOW_TO_READ = (
     "The papers state figures, not tolerances: each bound is ours. Set before their runs: C25's, C12's for one run "
     "and, before the last four of seven pairs, C12's for the mean; all others with results at hand, and some changed "
     "since: read both figures, not the verdict alone.",
-    "A speed of ours may exceed the paper's; an effect (as in C4, C8, C18, C19, C25) may not, beyond its bound.",
+    "A speed of ours may exceed the paper's; an effect (as in C8, C18, C19, C25) may not, beyond its bound.",
     "A row over standard attention is over its fastest form: in training in the same mode, eager or compiled; in "
     "attention alone, and in C15 and C16, the fastest eager one. Often that is standard+cut, which skips what the "
     "mask hides, as no paper's baseline did; in training it was timed only on the H200. Rows name their baseline.",

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-VARIABLES = ("OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "TRITON_INTERPRET")  # they affect speed, memory
+# They affect speed or memory. Torch reads its allocator's by either name.
+VARIABLES = ("OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_INTERPRET")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 

@@ -160,7 +160,7 @@ class Trainer:
                 self.done = done
                 self.watch.tick(f"at the end of step {done:,}")
                 stopping = self.interrupt.requested() and done < config.steps
-                # In a step that only trains, the host waits for the device nowhere else.
+                # In a step that only trains, the host waits for the device nowhere else, but in Saver.keep_up.
                 if config.logs_at(done) or stopping:
                     self._log(done, self._training_metrics(done, loss, grad_norms))
                 self.progress.step()

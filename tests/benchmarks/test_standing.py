@@ -30,7 +30,7 @@ SINKS = {"feature": "sinks", "causal": False, **SHAPE}
 WINDOW = {"bound": "window", "size": 256, "share": 0.1, **SHAPE}
 
 
-def test_a_cell_is_our_time_over_the_fastest_librarys_and_behind_where_that_is_faster():
+def test_a_cell_is_our_time_over_the_fastest_librarys_and_behind_where_ours_takes_longer():
     times = {"fa4": (0.8, 0.9, 0.9), "sdpa": (1.5, 1.5, 1.5), "naive": (0.1, 0.1, 0.1)}
     found = standing.cells([document("attention", *sample(PLAIN, flash=(1.0, 1.0, 1.2), **times))])
     place = Place(False, "64 causal", (4096,))

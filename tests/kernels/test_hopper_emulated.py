@@ -220,7 +220,7 @@ def test_forward_with_sinks(machine, head_dim: int, causal: bool) -> None:
     check("forward", machine, 300, 130, head_dim, causal, sinks=torch.tensor([1.5, -torch.inf]))
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(5)
 @CAUSAL
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [160, 136, 192])
@@ -251,7 +251,7 @@ def test_backward_with_dropout(machine, monkeypatch, delay: int, head_dim: int, 
     check("backward", machine, 300, 300, head_dim, causal, dropout_p=0.2, dropout_seed=2**40 + 1)
 
 
-@pytest.mark.one_in(19)
+@pytest.mark.one_in(11)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [256, 160, 192, 136])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(172, 300), (130, 195), (300, 130)])
@@ -290,7 +290,7 @@ def test_windows_and_documents(machine, bound: str, which: str, head_dim: int) -
     check(which, machine, 300, 300, head_dim, True, batch=2, **given)
 
 
-@pytest.mark.one_in(37)
+@pytest.mark.one_in(29)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 @pytest.mark.parametrize("which", ["forward", "backward"])
@@ -307,7 +307,7 @@ def test_keys_with_offsets_of_their_own(
     check(which, machine, q_len, kv_len, head_dim, causal, batch=2, **given)
 
 
-@pytest.mark.one_in(19)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("window", [(-1, 0), (60, 0), (60, 20)], ids=str)
@@ -318,7 +318,7 @@ def test_documents_with_key_padding(machine, window: tuple[int, int], which: str
     check(which, machine, 300, 300, head_dim, window[1] == 0, batch=4, **given)
 
 
-@pytest.mark.one_in(19)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("window", [(-1, -1), (60, 20), (-1, 0)], ids=str)
@@ -326,7 +326,7 @@ def test_full_documents(machine, window: tuple[int, int], which: str, head_dim: 
     check(which, machine, 300, 300, head_dim, False, batch=2, cu_seqlens=documents(300, 2), window=window)
 
 
-@pytest.mark.one_in(43)
+@pytest.mark.one_in(44)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 256])
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (130, 400), (300, 130)])
@@ -444,7 +444,7 @@ def test_wide_backward(machine, q_len: int, kv_len: int, causal: bool) -> None:
     check("backward", machine, q_len, kv_len, 256, causal)
 
 
-@pytest.mark.one_in(31)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("head_dim", [256, 160, 192])
 @pytest.mark.parametrize("given", [{}, *SCORE_MODS], ids=lambda given: next(iter(given), "plain"))
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_wide_backward_with_features(machine, mask: str, given: dict[str, object
     check("backward", machine, q_len, kv_len, head_dim, mask != "full", **heads, **given, **bounds)
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("head_dim", [160, 192])
 @pytest.mark.parametrize("of_dq", [4, 5])
 @pytest.mark.parametrize("mask", ["causal", "full", "window", "padding"])
@@ -484,7 +484,7 @@ def test_wide_backward_with_more_stages(machine, monkeypatch, mask: str, of_dq: 
     check("backward", machine, 300, 300, head_dim, mask != "full", batch, **given)
 
 
-@pytest.mark.one_in(37)
+@pytest.mark.one_in(29)
 @CAUSAL
 @pytest.mark.parametrize("head_dim", [256, 160, 192, 136])
 @pytest.mark.parametrize("which", ["forward", "backward"])

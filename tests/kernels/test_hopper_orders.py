@@ -125,7 +125,6 @@ def test_later_turns_belong_to_later_items(width: int, mask: str, monkeypatch: p
         assert torch.equal(done, end.maximum(begin))
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (5, 5), (5, 6), (3, 13), (1, 9)])
 def test_bounds_of_windows_beside_padding_are_those_of_tables(q_len: int, kv_len: int) -> None:
     """And so the kernels synchronise by bounds that ascend, each of queries and keys those of the other. Those of
@@ -167,7 +166,7 @@ def drawn_offsets(tokens: int, ascend: bool, draw: torch.Generator) -> torch.Ten
     return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), tokens)])
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("ascend", [True, False], ids=["", "any offsets"])
 def test_bounds_by_query_give_turns_without_a_gap(width: int, ascend: bool) -> None:

@@ -139,7 +139,6 @@ def test_sdpa_compiles_without_graph_breaks_at_varying_lengths() -> None:
         torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
 def test_sdpa_compiles_where_heads_are_symbolic(heads: int, kv_heads: int) -> None:
     torch._dynamo.reset()

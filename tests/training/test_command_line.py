@@ -26,7 +26,7 @@ def never(_config: Config, _run_dir: Path) -> None:
     raise AssertionError("it was to be refused")
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

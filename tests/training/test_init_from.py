@@ -60,7 +60,6 @@ def test_evaluating_a_runs_weights_reproduces_its_final_loss(config, trained, tm
     assert train(rounded, tmp_path / "rounded")["val/loss"] == pytest.approx(ended["val/loss"], rel=0.01)
 
 
-@pytest.mark.one_in(3)
 def test_finetuning_on_another_text_starts_from_the_given_weights(elsewhere, trained, tmp_path):
     """It begins at step 0 and resumes from its own checkpoint, which records where the weights came from."""
     run, _ = trained
@@ -143,7 +142,7 @@ def test_a_shorter_run_takes_the_first_positions(config, trained, tmp_path, caps
     assert summary["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", list(Positions))
 def test_a_longer_run_extends_the_positions_in_the_way_that_is_named(config, trained, tmp_path, capsys, how):
     run, _ = trained
@@ -212,7 +211,6 @@ def theirs(tmp_path_factory: pytest.TempPathFactory):
     return model, folder
 
 
-@pytest.mark.one_in(3)
 def test_hugging_face_weights_have_the_loss_that_transformers_computes(started, tiny, theirs, tmp_path):
     model, folder = theirs
     ranks = write_ranks(tmp_path / "gpt2.tiktoken", 50256)

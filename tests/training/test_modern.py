@@ -68,7 +68,7 @@ def test_the_banner_says_why_a_hopper_gpu_runs_portable_kernels(started, tiny, c
     assert f"  attention  flash, triton kernels ({why})\n" in capsys.readouterr().out
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

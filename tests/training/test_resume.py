@@ -324,7 +324,7 @@ def test_a_resume_that_warms_up_once_more_says_so_and_how_to_avoid_it(config, tm
     assert "  warm-up " not in banner(0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("text", ["", "\0\0\0", "[1]"])
 def test_a_damaged_record_does_not_prevent_resuming(config, tmp_path, text):
     """As a power cut leaves them; the checkpoint alone decides."""
@@ -352,7 +352,6 @@ def test_a_resumed_run_with_muon_ends_with_the_same_weights_and_moments(config, 
     assert any("momentum_buffer" in state for state in states[0].values())
 
 
-@pytest.mark.slow
 def test_a_run_cannot_change_its_optimizer_and_an_older_checkpoint_is_adamws(config, tmp_path):
     train(config, tmp_path / "a")
     goes_on = having(config, steps=9, resume=str(tmp_path / "a"))
