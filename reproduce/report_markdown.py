@@ -24,8 +24,7 @@ WHERE = (
     "Appendix [A](#a-every-figure-of-a-gpu) has every figure, what it had to reach, and the file that holds it; "
     "[B](#b-counted-on-a-cpu) what a CPU counted; [C](#c-runs) which runs are partial, of older code or of fewer "
     "processes, and which figures that touches.",
-    "`python -m reproduce report` also writes all this as one page, results/report.html: there a claim unfolds, and "
-    "claims can be filtered by verdict.",
+    "`python -m reproduce report` also writes results/report.html, where claims unfold and a verdict filters them.",
 )
 
 
