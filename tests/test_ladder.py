@@ -104,7 +104,7 @@ def test_the_rungs_show_measured_figures() -> None:
         f"backward {backward[0]:.2f} where it takes {backward[1]:.2f}",
         f"move {moved['standard']:.1f} GB of DRAM in standard attention and {moved['flash']:.1f} GB in flash",
         f"with {products['flash1']:.0f} matrix products, where two passes for D take {products['two_pass']:.0f}",
-        f"so that neither waits for the other: {products['flash']:.0f} products",
+        f"so that no two programs write the same memory: {products['flash']:.0f} products",
         f"**Bytes**: {accesses['safe']:.0f} accesses an element, three",
         f"**Bytes**: {accesses['online']:.0f} accesses an element (",
     ):
